@@ -613,6 +613,35 @@ REWARDS = [
         r"must be a plain function of one response to be judged in processes, but it is 'async'",
         nemorl.judged_in_processes()(asynchronous),
     ),
+    reward(
+        r"line 1: environment must name one of a, by which .* the row has none: add the column",
+        {"a": "exact_match"},
+    ),
+    reward(
+        r"must be a mapping of names where reward is one, but it is \(1\.0,\): give rewards that",
+        {"a": "exact_match"},
+        reward_weights=(1.0,),
+    ),
+    reward(
+        r"must have names that rows choose, which name a, but it is \['b'\]: remove it",
+        {"a": "exact_match", "b": "math"},
+        data={"environments": ("a",)},
+    ),
+    reward(
+        r"line 1: environment must name one of math, .*'maths'; did you mean math\? correct it",
+        {"math": "exact_match"},
+        data={"environments": ("maths",)},
+    ),
+    reward(
+        r"data\.environments must be as many as there are sets \(1\), but it is \('a', 'b'\)",
+        {"a": "exact_match", "b": "math"},
+        data={"environments": ("a", "b")},
+    ),
+    reward(
+        r"data\.environments needs a mapping as reward or rollout\.environment, but it is \('a',\)",
+        "exact_match",
+        data={"environments": ("a",)},
+    ),
 ]
 
 

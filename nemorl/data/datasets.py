@@ -117,6 +117,7 @@ def load_rows(
     chosen_column: str = "chosen",
     rejected_column: str = "rejected",
     label_column: str = "label",
+    environment_column: str = "environment",
     prompt_template: str | None = None,
     system_prompt: str | None = None,
     chat: bool = False,
@@ -160,6 +161,7 @@ def load_rows(
         chosen_column=chosen_column,
         rejected_column=rejected_column,
         label_column=label_column,
+        environment_column=environment_column,
     )
     return [
         complete(row)

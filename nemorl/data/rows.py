@@ -102,7 +102,9 @@ def shuffled(shards: Sequence[Any], epoch: int, *, seed: int, shuffle_buffer: in
 Built = TypeVar("Built")
 RowLike = TypeVar("RowLike", bound=Mapping[str, Any])
 
-COLUMNS = ("prompt", "response", "answer", "messages", "chosen", "rejected", "label")
+ENVIRONMENT = "environment"
+"""The column that chooses a row's environment and reward, where they have names."""
+COLUMNS = ("prompt", "response", "answer", "messages", "chosen", "rejected", "label", ENVIRONMENT)
 """What the library reads; a source may have other names (`prompt_column`, ...)."""
 
 
@@ -132,6 +134,15 @@ class Row(dict[str, Any]):
 
     def but(self, **columns: Any) -> "Row":
         return Row({**self, **columns}, origin=self.origin, source=self.source)
+
+
+def with_columns(row: Mapping[str, Any], **columns: Any) -> Mapping[str, Any]:
+    """Return a row with further or other columns.
+
+    >>> with_columns(Row({"prompt": "1+1="}, origin="row 1"), answer="2").origin
+    'row 1'
+    """
+    return row.but(**columns) if isinstance(row, Row) else {**row, **columns}
 
 
 def own_copy(value: Any) -> Any:

@@ -30,7 +30,7 @@ from nemorl.rollout.conversation import (
 )
 from nemorl.rollout.driver import Driver
 from nemorl.rollout.environment import reward_tensor
-from nemorl.rollout.episodes import Environment, judge_of, named
+from nemorl.rollout.episodes import Environment, judge_of, name_in, named, parts_of, places_of
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 
 MOST_FAILED = 0.5
@@ -49,7 +49,7 @@ class Rollouts:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
-    """As in `Outcome`."""
+    """As in `Outcome`; NaN where the conversation's environment has no such one (`ByRow`)."""
     failed: Sequence[Conversation] = ()
     """Conversations that failed, which are in nothing else."""
 
@@ -78,34 +78,50 @@ class Rollouts:
     def __len__(self) -> int:
         return len(self.conversations)
 
+    @cached_property
+    def _parts(self) -> list[dict[str, float]]:
+        """The components of each conversation."""
+        lists = {name: values.tolist() for name, values in self.components.items()}
+        return [
+            {name: values[i] for name, values in lists.items() if not math.isnan(values[i])}
+            for i in range(len(self))
+        ]
+
+    @cached_property
+    def _correct(self) -> list[bool | None]:
+        found = list[bool | None]()
+        for parts, reward in zip(self._parts, self.rewards.tolist(), strict=True):
+            named = [value for name, value in parts.items() if "accuracy" in name]
+            alone = named if len(parts) > 1 else [*parts.values()] or [reward]
+            found.append(alone[0] >= 1 if len(alone) == 1 else None)
+        return found
+
     @property
     def correct(self) -> Bool[Tensor, "batch"] | None:
         """Whether the only reward, or the only one of several with accuracy in its name, is at
-        least 1; None: there is no such one.
+        least 1; None: not all have such a one.
         """
-        if len(self.components) < 2:
-            return next(iter(self.components.values()), self.rewards) >= 1
-        named = [values for name, values in self.components.items() if "accuracy" in name]
-        return named[0] >= 1 if len(named) == 1 else None
+        return None if None in self._correct else torch.tensor(self._correct, dtype=torch.bool)
 
     def judged(self, index: int) -> dict[str, Any]:
         """Return one response's reward and, if known, whether it is `correct`."""
-        judged = {} if self.correct is None else {"correct": bool(self.correct[index])}
+        correct = self._correct[index]
+        judged = {} if correct is None else {"correct": correct}
         return {"reward": float(self.rewards[index]), **judged}
 
     def reward_metrics(self) -> dict[str, float]:
         """Return mean reward, accuracy if known, and reward/NAME of each component."""
         correct = self.correct
+        means = {name: float(values.nanmean()) for name, values in self.components.items()}
         return {
             "reward": float(self.rewards.mean()),
             **({} if correct is None else {"accuracy": float(correct.float().mean())}),
-            **{f"reward/{name}": float(x.mean()) for name, x in self.components.items()},
+            **{f"reward/{name}": mean for name, mean in means.items() if not math.isnan(mean)},
         }
 
     def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
         """Return one response's components, if any, for a log: {"rewards": {name: value}}."""
-        parts = {name: float(values[index]) for name, values in self.components.items()}
-        return {"rewards": parts} if parts else {}
+        return {"rewards": self._parts[index]} if self._parts[index] else {}
 
     @property
     def truncated(self) -> Bool[Tensor, "batch"]:
@@ -194,12 +210,37 @@ def as_rollouts(
     *,
     timeout_s: float = math.inf,
 ) -> Rollouts:
-    """Return conversations that have ended, after the environment's global post-processing, which
-    may take `timeout_s`.
+    """Return conversations that have ended, after each environment's global post-processing, which
+    may take `timeout_s`. Metrics of one of several (`ByRow`) begin with its name.
     """
+    conversations, failed = _parted(everything, environment)
+    size, metrics = len(conversations), dict[str, float]()
+    rewards, components = torch.zeros(size), dict[str, Tensor]()
+    for name, places in places_of(environment, (each.row for each in conversations)).items():
+        mine = [conversations[place] for place in places]
+        judged, parts, found = _processed(mine, parts_of(environment)[name], timeout_s)
+        rewards[places] = judged
+        for key, values in parts.items():
+            components.setdefault(key, torch.full((size,), math.nan))[places] = values
+        metrics |= {f"{name}/{key}" if name else key: value for key, value in found.items()}
+    return Rollouts(
+        conversations=conversations,
+        rewards=rewards,
+        kind=kind_of(sampling),
+        metrics=_outcome_metrics(conversations) | metrics,
+        components=components,
+        failed=failed,
+    )
+
+
+def _processed(
+    conversations: Sequence[Conversation], environment: Environment, timeout_s: float
+) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
+    """Return rewards, components and metrics of the conversations of one environment."""
     judge, what = judge_of(environment), named(environment)
-    conversations, failed = _parted(everything, what)
     outcomes = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]
+    whole = [each.outcome for each in conversations if not _lacks_components(each)]
+    _require_alike(what, (getattr(outcome, "components", {}) for outcome in whole))
     size = len(outcomes)
     changed: Mapping[str, Any] = {
         "rewards": reward_tensor([outcome.reward for outcome in outcomes], size, what),
@@ -215,21 +256,16 @@ def as_rollouts(
         post = judge.global_post_process_and_metrics
         call = Call(f"{named(judge)}: global_post_process_and_metrics", timeout_s, size)
         changed, metrics = blocking(call_in_turn(call, partial(post, changed)))
-    return Rollouts(
-        conversations=conversations,
-        rewards=reward_tensor(changed["rewards"], size, what),
-        kind=kind_of(sampling),
-        metrics=_outcome_metrics(conversations) | {k: float(v) for k, v in metrics.items()},
-        components={
-            key: reward_tensor(values, size, what, key)
-            for key, values in changed.get("components", {}).items()
-        },
-        failed=failed,
+    components = changed.get("components", {}).items()
+    return (
+        reward_tensor(changed["rewards"], size, what),
+        {key: reward_tensor(values, size, what, key) for key, values in components},
+        {key: float(value) for key, value in metrics.items()},
     )
 
 
 def _parted(
-    conversations: Sequence[Conversation], what: str
+    conversations: Sequence[Conversation], environment: Environment
 ) -> tuple[list[Conversation], list[Conversation]]:
     found = [each for each in conversations if isinstance(each.outcome, Outcome)]
     failed = [each for each in conversations if isinstance(each.outcome, Failure)]
@@ -239,11 +275,10 @@ def _parted(
         row = getattr(first.row, "origin", "") or f"the row of group {first.group}"
         ended = f"{len(failed)} of {len(conversations)} conversations"
         turn = f"in turn {len(first.turns)}" if first.turns else "before its first turn"
+        what = named(parts_of(environment)[next(iter(places_of(environment, [first.row])))])
         note = f"This ended {ended}, the first about {row}, {turn} ({what})."
         first.outcome.error.add_note(note)
         raise first.outcome.error
-    whole = [each.outcome for each in found if not _lacks_components(each)]
-    _require_alike(what, (getattr(outcome, "components", {}) for outcome in whole))
     return found, failed
 
 
@@ -289,33 +324,48 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     """Return several rollouts as one; metrics are averaged over the conversations or parts that
     have them. Raises: ValueError unless they have the same kind and reward components.
     """
-    whole = [p for p in parts if p.components or not all(map(_lacks_components, p.conversations))]
-    first = (whole or parts)[0]
+    first = parts[0]
     for other in parts:
         if other.kind != first.kind:
             raise ValueError(
                 f"rollouts of one batch must be sampled alike, but there are {first.kind} and"
                 f" {other.kind}: change no sampling in a step"
             )
-    _require_alike("an environment", (part.components for part in whole))
     conversations = [each for part in parts for each in part.conversations]
     metrics = dict[str, float]()
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
         having = [part for part in parts if name in part.metrics]
         size = sum(map(len, having))
         metrics[name] = sum(len(part) / size * part.metrics[name] for part in having)
-    components = {
-        name: torch.cat([p.components.get(name, torch.zeros(len(p))) for p in parts])
-        for name in first.components
-    }
     return replace(
         first,
         conversations=conversations,
         rewards=torch.cat([part.rewards for part in parts]),
         metrics=metrics | _outcome_metrics(conversations),
-        components=components,
+        components=_joined(conversations, [each for part in parts for each in part._parts]),
         failed=[each for part in parts for each in part.failed],
     )
+
+
+def _joined(
+    conversations: Sequence[Conversation], components: Sequence[Mapping[str, float]]
+) -> dict[str, Tensor]:
+    """Return each component of conversations: of one that a limit ended 0 where its environment
+    has it.
+    """
+    having = dict[str | None, list[Mapping[str, float]]]()
+    for each, parts in zip(conversations, components, strict=True):
+        if parts or not _lacks_components(each):
+            having.setdefault(name_in(each.row), []).append(parts)
+    for alike in having.values():
+        _require_alike("an environment", alike)
+    usual = {name: dict.fromkeys(alike[0], 0.0) for name, alike in having.items()}
+    whole = [
+        parts or usual.get(name_in(each.row), {})
+        for each, parts in zip(conversations, components, strict=True)
+    ]
+    names = dict.fromkeys(name for parts in whole for name in parts)
+    return {name: torch.tensor([parts.get(name, math.nan) for parts in whole]) for name in names}
 
 
 def sampled_hashes(conversations: Sequence[Conversation]) -> Int[Tensor, "tokens"]:

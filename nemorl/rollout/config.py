@@ -25,9 +25,10 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 class RolloutConfig:
     """How conversations with an environment are led."""
 
-    environment: str | None = None
+    environment: str | dict[str, str] | None = None
     """calculator, python, toolbox, or a class with turns or tools, as module:Class
-    or ./file.py:Class (docs/environments.md). Default: `reward` judges one response.
+    or ./file.py:Class (docs/environments.md). A mapping has one for each name that rows choose by
+    their column `environment`. Default: `reward` judges one response.
     """
     max_turns: int | None = None
     """Responses after which a conversation ends. Default: the environment's own, or 16."""

@@ -307,7 +307,7 @@ class Prompts:
     limits: Limits = Limits()
     """Of the conversations about them."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Of the environment, which `token_ids` have instead of the rows' own."""
+    """Of the environment, which `token_ids` have instead of the rows' own: set by the driver."""
 
     def __post_init__(self) -> None:
         for name in ("token_ids", "groups") if self.groups else ("token_ids",):

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -18,6 +19,7 @@ from nemorl.rollout.conversation import (
     Limits,
     Prompts,
 )
+from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.episodes import (
     Environment,
     check_environment,
@@ -25,6 +27,8 @@ from nemorl.rollout.episodes import (
     judge_of,
     judged,
     named,
+    parts_of,
+    places_of,
 )
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.scheduler import WAITING
@@ -44,8 +48,8 @@ _Ended = tuple[Groups, list[Conversation] | BaseException]
 class Driver:
     """Leads conversations, `sampling.n` about each prompt, while the caller waits or trains.
 
-    Prompts that are begun together are a cohort: their conversations are judged together, and end
-    as a whole.
+    Prompts that are begun together are a cohort: their conversations are judged together, those of
+    each environment, and end as a whole.
     """
 
     def __init__(
@@ -63,15 +67,13 @@ class Driver:
         ahead: whether an engine in this process computes in the driver's thread, though nobody
         waits.
         """
-        check_environment(environment)
+        parts = parts_of(environment)
+        for each in parts.values():
+            check_environment(each)
         self.generator, self.environment = generator, environment
         self._awake = asyncio.Event()
         self.sampling, self.seed, self.most_failed = sampling, seed, most_failed
-        self._name, judge = named(environment), judge_of(environment)
-        self._judge: BatchCalls | None = None
-        if judge is not None:
-            step, alone = f"{named(judge)}: step", getattr(judge, "each_alone", False)
-            self._judge = BatchCalls(partial(judged, judge), step, each_alone=alone)
+        self._judges = {name: _calls(judge_of(each)) for name, each in parts.items()}
         self._free = asyncio.Semaphore(THREADS)
         self._tasks: dict[Groups, asyncio.Task[None]] = {}
         self._ended: SimpleQueue[_Ended | Callable[[], None]] = SimpleQueue()
@@ -133,7 +135,7 @@ class Driver:
         if self._loop.blocked(self._limit_s):
             self._blocked = True
             raise EnvironmentTimeout(
-                f"{self._name} must not block the event loop for {self._limit_s:g} s"
+                f"{named(self.environment)} must not block the event loop for {self._limit_s:g} s"
                 " (rollout.timeout_s), but did: await what takes long, or call it by"
                 " asyncio.to_thread"
             )
@@ -144,8 +146,8 @@ class Driver:
     async def _begin(self, prompts: Sequence[Prompts]) -> None:
         if not self._ahead:
             WAITING.set(self._ended.put)  # of the tasks that are made here
-        if self._judge:
-            self._judge.renew()
+        for judge in filter(None, self._judges.values()):
+            judge.renew()
         for each in prompts:
             self._limit_s = each.limits.timeout_s
             self._tasks[tuple(each.groups)] = asyncio.create_task(self._lead(each))
@@ -182,22 +184,38 @@ class Driver:
         found: dict[tuple[int, int], Conversation] = {}
         attempt, missing = 0, places
         while missing and attempt < ATTEMPTS:
-            cohort = Cohort(
-                generator=self.generator,
-                awake=self._awake,
-                prompts=prompts,
-                sampling=self.sampling,
-                seed=self.seed,
-                name=self._name,
-                judge=self._judge,
-                free=self._free,
-                attempt=attempt,
-            )
-            episode = episode_of(self.environment, cohort)
-            timed = episode is self.environment
-            found |= zip(missing, await cohort.run(episode, missing, timed=timed), strict=True)
+            rows = [prompts.rows[index] for index, _ in missing]
+            parts = places_of(self.environment, rows).items()
+            mine = [(name, [missing[i] for i in each]) for name, each in parts]
+            tasks = [asyncio.create_task(self._led(prompts, *each, attempt)) for each in mine]
+            try:
+                for (_, each), talks in zip(mine, await asyncio.gather(*tasks), strict=True):
+                    found |= zip(each, talks, strict=True)
+            finally:  # after an error none goes on
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
             missing, attempt = self._missing(found), attempt + 1
         return [found[place] for place in places]
+
+    async def _led(
+        self, prompts: Prompts, name: str | None, places: Sequence[tuple[int, int]], attempt: int
+    ) -> list[Conversation]:
+        """Return the conversations of one environment."""
+        environment = parts_of(self.environment)[name]
+        cohort = Cohort(
+            generator=self.generator,
+            awake=self._awake,
+            prompts=replace(prompts, tools=getattr(environment, "tools", ())),
+            sampling=self.sampling,
+            seed=self.seed,
+            name=named(environment),
+            judge=self._judges[name],
+            free=self._free,
+            attempt=attempt,
+        )
+        episode = episode_of(environment, cohort)
+        return await cohort.run(episode, places, timed=episode is environment)
 
     def _missing(self, found: Mapping[tuple[int, int], Conversation]) -> list[tuple[int, int]]:
         """Return the failed members of groups in which less than two are left to compare."""
@@ -206,6 +224,13 @@ class Driver:
             return []
         left = Counter(index for index, _ in found.keys() - {*failed})
         return [place for place in failed if left[place[0]] < min(2, self.sampling.n)]
+
+
+def _calls(judge: EnvironmentInterface | None) -> BatchCalls | None:
+    if judge is None:
+        return None
+    step, alone = f"{named(judge)}: step", getattr(judge, "each_alone", False)
+    return BatchCalls(partial(judged, judge), step, each_alone=alone)
 
 
 def _found(item: _Ended | Callable[[], None]) -> tuple[Groups, list[Conversation]] | None:

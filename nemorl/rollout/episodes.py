@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from nemorl.checks import require
+from nemorl.checks import closest, require
+from nemorl.data.rows import ENVIRONMENT as COLUMN
+from nemorl.data.rows import for_rows
 from nemorl.data.templates import ROLES, Message
 from nemorl.rollout.calls import ENVIRONMENT, exit_is_error, is_async, name_of
 from nemorl.rollout.cohort import Cohort
@@ -16,6 +18,7 @@ from nemorl.rollout.environment import (
     MessageLog,
     Metadata,
     check_counts,
+    check_rows,
     listed,
 )
 
@@ -33,8 +36,67 @@ class LeadsConversations(Protocol):
         """Return the episode of one conversation of a cohort."""
 
 
-Environment = EnvironmentInterface | LeadsConversations | Episode
+@dataclass(frozen=True)
+class ByRow:
+    """Environments by name, of which each row chooses one (column `environment`)."""
+
+    environments: Mapping[str, Any]
+
+    def of(self, row: Mapping[str, Any]) -> str:
+        """Return the name of a row's environment. Raises: ValueError for none or another name."""
+        name, known = row.get(COLUMN), [*self.environments]
+        if name_in(row) in self.environments:
+            return str(name)
+        has = "the row has none" if name is None else f"the row has {name!r}"
+        remedy = "correct it, or name another column in data.environment_column"
+        if name is None:
+            remedy = (
+                "add the column (data.environment_column), name its data set's in"
+                " data.environments, or add up several rewards as a list"
+            )
+        hint = closest(name, known) if isinstance(name, str) else ""
+        raise ValueError(
+            f"environment must name one of {', '.join(known)}, by which rows choose their"
+            f" environment and reward, but {has}{hint or ':'} {remedy}"
+        )
+
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        names = for_rows(rows, self.of)
+        for name, each in self.environments.items():
+            check_rows(each, [row for row, own in zip(rows, names, strict=True) if own == name])
+
+    def require_used(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Raise ValueError for an environment that no row names, or a name of none."""
+        rows = list(rows)
+        named = [row for row in rows if row.get(COLUMN) is not None]
+        used = {*for_rows(named or rows[:1], self.of)}
+        unused = [name for name in self.environments if name not in used]
+        must = f"must have names that rows choose, which name {', '.join(sorted(used))}"
+        require(not unused, "reward or rollout.environment", must, unused[:1], "remove it")
+
+
+Environment = EnvironmentInterface | LeadsConversations | Episode | ByRow
 """What leads and judges conversations."""
+
+
+def name_in(row: Mapping[str, Any]) -> str | None:
+    """Return the environment that a row names, if it does."""
+    found = row.get(COLUMN)
+    return found if isinstance(found, str) else None
+
+
+def parts_of(environment: Environment) -> Mapping[Any, Any]:
+    """Return environments by name, one for all rows by None."""
+    return environment.environments if isinstance(environment, ByRow) else {None: environment}
+
+
+def places_of(environment: Environment, rows: Iterable[Mapping[str, Any]]) -> dict[Any, list[int]]:
+    """Return the places of rows by the name of their environment, as `parts_of` has it."""
+    found = dict[Any, list[int]]()
+    for place, row in enumerate(rows):
+        name = environment.of(row) if isinstance(environment, ByRow) else None
+        found.setdefault(name, []).append(place)
+    return found
 
 
 def check_environment(environment: Any) -> None:
@@ -47,6 +109,8 @@ def check_environment(environment: Any) -> None:
 
 def named(environment: Environment) -> str:
     """Return what errors call it."""
+    if isinstance(environment, ByRow):
+        return f"the environments {', '.join(environment.environments)}"
     if isinstance(environment, LeadsConversations):
         return f"environment {getattr(environment, 'name', name_of(environment))!r}"
     kind = "environment" if isinstance(environment, EnvironmentInterface) else "episode"
@@ -59,14 +123,15 @@ def judge_of(environment: Environment) -> EnvironmentInterface | None:
     return next((each for each in judges if isinstance(each, EnvironmentInterface)), None)
 
 
-def episode_of(environment: Environment, cohort: Cohort) -> Episode:
+def episode_of(environment: Any, cohort: Cohort) -> Episode:
     """Return an environment of batches as an episode: one of several turns is called with the
     conversations that wait, any other with all that are left.
     """
     if isinstance(environment, LeadsConversations):
         return environment.episode(cohort)
     if not isinstance(environment, EnvironmentInterface):
-        return environment
+        led: Episode = environment
+        return led
     limits = cohort.limits
     said = limits.max_turns or getattr(environment, "max_turns", None)
     several = (said or 1) > 1 and getattr(environment, "max_turns", None) != 1
@@ -107,6 +172,8 @@ def limits_read(environment: Environment) -> set[str]:
 
     One that leads conversations may list them in an attribute `reads`; without it, all do.
     """
+    if isinstance(environment, ByRow):
+        return set[str]().union(*map(limits_read, environment.environments.values()))
     if isinstance(environment, LeadsConversations):
         return set(getattr(environment, "reads", LIMITS))
     if not isinstance(environment, EnvironmentInterface):

@@ -176,14 +176,13 @@ def test_a_conversation_that_a_limit_cut_has_components_of_0(generator):
 
 
 def test_components_come_along(generator):
-    environment = make_environment(
-        {"digit": first_digit, "length": lambda response: len(response)}, (-0.5, 0.25)
-    )
+    length = FunctionalRewardWrapper(lambda response: len(response), name="length")
+    environment = make_environment([first_digit, length], (-0.5, 0.25))
     rolled = collected(generator, environment)
-    assert list(rolled.components) == ["digit", "length"]
+    assert list(rolled.components) == ["first_digit", "length"]
     assert rolled.components["length"].tolist() == [len(c.text) for c in rolled.completions]
     torch.testing.assert_close(
-        rolled.rewards, 0.25 * rolled.components["length"] - 0.5 * rolled.components["digit"]
+        rolled.rewards, 0.25 * rolled.components["length"] - 0.5 * rolled.components["first_digit"]
     )
     parts = [select(rolled, [0, 1, 2]), select(rolled, [8, 3])]
     assert parts[1].components["length"].tolist() == [
@@ -193,7 +192,7 @@ def test_components_come_along(generator):
     assert again.components["length"].tolist() == [len(c.text) for c in again.completions]
     assert rolled.reward_metrics() == {
         "reward": pytest.approx(float(rolled.rewards.mean())),
-        "reward/digit": pytest.approx(float(rolled.components["digit"].mean())),
+        "reward/first_digit": pytest.approx(float(rolled.components["first_digit"].mean())),
         "reward/length": pytest.approx(float(rolled.components["length"].mean())),
     }
 

@@ -359,7 +359,9 @@ def test_all_calls_have_one_event_loop():
 
 
 def test_an_async_reward_is_one_of_several():
-    environment = make_environment({"right": right, "long": lambda response: len(response)})
+    environment = make_environment(
+        [right, FunctionalRewardWrapper(lambda response: len(response), name="long")]
+    )
     result = environment.step(LOGS[:2], [{"answer": "0"}] * 2)
     assert result.components == {"right": [1.0, 0.0], "long": [1.0, 1.0]}
 

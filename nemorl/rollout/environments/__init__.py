@@ -2,8 +2,8 @@
 conversations.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -17,17 +17,18 @@ from nemorl.rollout.environment import (
 )
 from nemorl.rollout.environments.classes import ClassEnvironment, Workers, kind_of
 from nemorl.rollout.environments.weighted import WeightedRewards
-from nemorl.rollout.episodes import LIMITS, LeadsConversations, limits_read, named
+from nemorl.rollout.episodes import LIMITS, ByRow, LeadsConversations, limits_read, named
 from nemorl.rollout.episodes import Environment as Environment
 from nemorl.rollout.user_code import function_of
 
 Reward = str | Callable[..., Any] | EnvironmentInterface
-Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
+Rewards = Reward | Sequence[Reward] | Mapping[str, Any]
+Weights = Sequence[float] | Mapping[str, Sequence[float]]
 
 
 def make_environment(
     reward: Rewards,
-    weights: Sequence[float] = (),
+    weights: Weights = (),
     settings: Mapping[str, Any] = MappingProxyType({}),
     *,
     environment: Any = None,
@@ -36,13 +37,16 @@ def make_environment(
 ) -> Environment:
     """Return an environment of a reward: a name in REWARDS, `module:function`, a function, itself.
 
-    Several, a sequence or a mapping of names, become their sum with `weights` (default: 1 each; see
-    `WeightedRewards`). In a sequence they have their functions' names; a second one gets _2.
-    `settings`: values of the functions' parameters, by name.
+    Several in a sequence become their sum with `weights` (default: 1 each; see `WeightedRewards`).
+    They have their functions' names; a second one gets _2. `settings`: values of the functions'
+    parameters, by name.
 
     environment: a class whose objects lead conversations (`ClassEnvironment`), or its name; may be
     given as the reward, too. chosen: whether the reward is more than a default, which an
     environment with its own goes without. workers: makes processes for its objects.
+
+    A mapping as reward, environment or both is chosen from by row (`ByRow`); what is no mapping is
+    for each name. `weights` are then by name, too.
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
@@ -50,30 +54,98 @@ def make_environment(
     >>> list(make_environment(["exact_match", "think_format"], weights=(1, 0.2)).weights.items())
     [('exact_match', 1.0), ('think_format', 0.2)]
     """
-    judge: Callable[[], Any] = partial(make_environment, reward, weights, settings)
-    if environment is None and _leads(reward):
-        environment, chosen, judge = reward, False, lambda: None
-    if environment is not None:
+    by_row, fits = isinstance(reward, Mapping), isinstance(weights, Mapping)
+    must = "must be a mapping of names where reward is one" if by_row else "must be a list"
+    remedy = "give rewards that are to be added up as a list, or weights by name"
+    require(not weights or fits == by_row, "reward_weights", must, weights, remedy)
+    if by_row or isinstance(environment, Mapping):
+        found = _by_row(reward, weights, settings, environment, chosen=chosen, workers=workers)
+    else:
         more = {"reward_weights": weights, "reward_kwargs": list(settings)}
         given = {name: value for name, value in more.items() if value}
-        return _led(environment, judge, given, chosen=chosen, workers=workers)
-    remedy = "give rollout.environment, too"
-    require(workers is None, "rollout.workers", "needs an environment", None, remedy)
-    if isinstance(reward, Mapping):
-        named = {str(name): part for name, part in reward.items()}
-    else:
-        several = isinstance(reward, Sequence) and not isinstance(reward, str)
-        named = _numbered(cast(Sequence[Reward], reward if several else [reward]))
-    alone = len(named) == 1 and not weights and not isinstance(reward, Mapping)
-    parts = {name: _one(part, None if alone else name, settings) for name, part in named.items()}
-    functions = [part for part in parts.values() if isinstance(part, FunctionalRewardWrapper)]
+        found = _single(reward, weights, settings, environment, chosen, workers, given)
+    functions = [*_functions(found)]
     for key in settings.keys() - {key for each in functions for key in each.signature.settings}:
         known = [column for each in functions for column in each.signature.columns]
         raise ValueError(
             f"reward_kwargs must name parameters of the rewards, but there is no {key!r}"
             f"{closest(key, known)}: remove it"
         )
+    return found
+
+
+def _by_row(
+    reward: Any,
+    weights: Any,
+    settings: Mapping[str, Any],
+    environment: Any,
+    *,
+    chosen: bool,
+    workers: Callable[[], Workers] | None,
+) -> ByRow:
+    given = [each for each in (reward, environment) if isinstance(each, Mapping)]
+    names, parts = dict.fromkeys(name for each in given for name in each), dict[str, Any]()
+    must = f"must be a name of reward ({', '.join(names)})"
+    for name in weights if isinstance(weights, Mapping) else ():
+        require(name in names, "reward_weights", must, name, "correct it")
+    shared = workers and cache(workers)
+    for name in names:
+        own, led = (
+            each.get(name) if isinstance(each, Mapping) else each for each in (reward, environment)
+        )
+        scale = weights.get(name, ()) if isinstance(weights, Mapping) else weights
+        pool = shared if led is not None or _leads(own) else None
+        more = {"reward_weights": scale} if scale else {}
+        try:
+            judged = chosen and own is not None
+            parts[name] = _single(own, scale, settings, led, judged, pool, more)
+        except ValueError as error:
+            raise ValueError(f"environment {name!r}: {error}") from error
+    remedy = "give rollout.environment, too"
+    leads = [each for each in parts.values() if isinstance(each, ClassEnvironment)]
+    require(workers is None or bool(leads), "rollout.workers", "needs an environment", None, remedy)
+    require(bool(parts), "reward", "must be a mapping of one name or more", reward, "name one")
+    return ByRow(parts)
+
+
+def _single(
+    reward: Any,
+    weights: Any,
+    settings: Mapping[str, Any],
+    environment: Any,
+    chosen: bool,
+    workers: Callable[[], Workers] | None,
+    given: Mapping[str, Any],
+) -> Any:
+    judge: Callable[[], Any] = partial(_judge, reward, weights, settings)
+    if environment is None and _leads(reward):
+        environment, chosen, reward = reward, False, None
+    if environment is not None:
+        judge = judge if reward is not None else lambda: None
+        return _led(environment, judge, given, chosen=chosen, workers=workers)
+    remedy = "give rollout.environment, too"
+    require(workers is None, "rollout.workers", "needs an environment", None, remedy)
+    return judge()
+
+
+def _judge(
+    reward: Any, weights: Sequence[float], settings: Mapping[str, Any]
+) -> EnvironmentInterface:
+    must, remedy = "must be a name, a function, an environment or a list", "give one of them"
+    require(not isinstance(reward, Mapping), "reward", must, reward, remedy)
+    several = isinstance(reward, Sequence) and not isinstance(reward, str)
+    named = _numbered(cast(Sequence[Reward], reward if several else [reward]))
+    alone = len(named) == 1 and not weights
+    parts = {name: _one(part, None if alone else name, settings) for name, part in named.items()}
     return next(iter(parts.values())) if alone else WeightedRewards(parts, weights)
+
+
+def _functions(made: Any) -> Iterator[FunctionalRewardWrapper]:
+    if isinstance(made, FunctionalRewardWrapper):
+        yield made
+    parts = made.environments.values() if isinstance(made, ByRow | WeightedRewards) else ()
+    for each in [made.judge] if isinstance(made, ClassEnvironment) else parts:
+        yield from _functions(each)
 
 
 def check_limits(

@@ -7,9 +7,11 @@ from inspect import Parameter
 from types import MethodType
 from typing import Any
 
+from nemorl.data.rows import for_rows, with_columns
 from nemorl.data.templates import Message
 from nemorl.rollout.context import require_readable
 from nemorl.rollout.conversation import ContextFull, ConversationFailed, Outcome, Policy
+from nemorl.rollout.episodes import Environment, parts_of, places_of
 
 NOT_TOOLS = ("reset", "get_reward", "close", "check")
 """Public methods that are no tools."""
@@ -54,11 +56,26 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def require_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for tools whose calls can't be read in the chat template's format."""
-    if tools:
+def with_tools_of(
+    environment: Environment | None, rows: Sequence[Mapping[str, Any]], tokenizer: Any
+) -> Sequence[Mapping[str, Any]]:
+    """Return rows with their environment's tools, if it has any, in place of their own.
+
+    Raises: ValueError for tools whose calls can't be read in the chat template's format.
+    """
+    if environment is None:
+        return rows
+    parts = parts_of(environment).items()
+    found = {name: list(tools) for name, each in parts if (tools := getattr(each, "tools", ()))}
+    for tools in found.values():
         has = getattr(tokenizer, "chat_template", None)
-        require_readable(has and tokenizer.get_chat_template(tools=list(tools)))
+        require_readable(has and tokenizer.get_chat_template(tools=tools))
+
+    def shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        (name,) = places_of(environment, [row])
+        return with_columns(row, tools=found[name]) if name in found else row
+
+    return for_rows(rows, shown) if found else rows
 
 
 async def use_tools(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from nemorl.checks import require, short, warn
 from nemorl.data.datasets import load_rows, parts_of, to_prompts, warn_of_strings
+from nemorl.data.rows import ENVIRONMENT as COLUMN
 from nemorl.data.rows import Row, for_rows
 from nemorl.data.sources import known_set, set_names, sources_of
 from nemorl.data.templates import with_chat_template
@@ -24,8 +25,9 @@ from nemorl.rollout.collect import Rollouts, collect, join
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import Failure, Prompts, messages_of, text_of
 from nemorl.rollout.environment import check_rows
-from nemorl.rollout.environments import check_limits, make_environment
-from nemorl.rollout.environments.tools import require_tools
+from nemorl.rollout.environments import Environment, check_limits, make_environment
+from nemorl.rollout.environments.tools import with_tools_of
+from nemorl.rollout.episodes import ByRow
 from nemorl.rollout.evaluation import METRICS, summaries
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
@@ -40,7 +42,7 @@ from nemorl.runtime.cli.settings import (
 )
 from nemorl.runtime.config.tree import layer, nested, require_secrets
 from nemorl.runtime.config.yaml_io import Trust
-from nemorl.runtime.run.data import Reward, Rows, print_known, read_rows, reward_for
+from nemorl.runtime.run.data import Reward, Rows, check_names, print_known, read_rows, reward_for
 from nemorl.runtime.run.devices import check_device, computes_on_accelerator, this_machine
 from nemorl.runtime.run.launch import model_config_of, workers_of
 from nemorl.runtime.run.parts import proofs_of
@@ -91,8 +93,7 @@ def evaluate_config(
     rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
     answers, failed, metrics = list[dict[str, Any]](), list[str](), dict[str, float]()
-    tools = getattr(sets[0].environment, "tools", ())
-    with _loaded(config, rows, tools) as (prompts, generator):
+    with _loaded(config, rows, sets[0].environment) as (prompts, generator):
         at_a_time = config.generation.num_replicas * config.generation.max_batch_size // config.n
         numbered, begin = replace(prompts, groups=range(len(prompts))), 0
         for part in sets:
@@ -172,8 +173,10 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
             )
             check_limits(environment, config.rollout)
             check_rows(environment, mine)
+        check_names(config.data, environment)
         known = known_set(part)
-        category = config.by or (known.category if known is not None else None)
+        usual = COLUMN if isinstance(environment, ByRow) else None
+        category = config.by or (known and known.category) or usual
         sets.append(_Set(name, mine, environment, category))
     columns = sorted({column for row in rows for column in row})
     require(
@@ -401,7 +404,7 @@ def _config(
 def _loaded(
     config: EvalConfig | GenerateConfig,
     rows: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
+    environment: Environment | None = None,
 ) -> Iterator[tuple[Prompts, GenerationBackend]]:
     model = config.model
     folder = model_folder(model.path)
@@ -418,8 +421,7 @@ def _loaded(
         model.chat_template_kwargs,
     )
     warn_of_strings(rows, tokenizer)
-    require_tools(tokenizer, tools)
-    token_ids = to_prompts(rows, tokenizer, tools=tools)
+    token_ids = to_prompts(with_tools_of(environment, rows, tokenizer), tokenizer)
     backend: Any = get_generation_backend(config.generation.backend)
     if traits.embedded and traits.shares_model and of_model is not None:
         proofs_of(of_model, quiet=False)  # the engine looks whether it may keep the past
@@ -434,7 +436,7 @@ def _loaded(
         known = (of_model and max_positions(of_model), config.generation.max_model_len)
         longest = min((each for each in known if each), default=None)
         limits = getattr(config, "rollout", RolloutConfig()).limits(longest)
-        yield Prompts(rows, token_ids, tokenizer=tokenizer, limits=limits, tools=tools), generator
+        yield Prompts(rows, token_ids, tokenizer=tokenizer, limits=limits), generator
     finally:
         generator.shutdown()
 

@@ -30,7 +30,7 @@ from nemorl.runtime.store.directory import RunDirectory
 
 OF_RUN = (
     *("data.prompt_column", "data.answer_column", "data.prompt_template", "data.system_prompt"),
-    *("data.chat", "reward", "reward_weights", "reward_kwargs"),
+    *("data.chat", "data.environment_column", "reward", "reward_weights", "reward_kwargs"),
     *("generation.max_new_tokens", "generation.ignore_eos"),
     *("generation.stop_strings", "generation.stop_token_ids"),
     *("rollout.environment", "rollout.max_turns", "rollout.timeout_s", "rollout.discount"),
@@ -47,6 +47,10 @@ SAMPLED = (
 )
 """How settings begin that `eval` has no use for where it scores choices."""
 PROMPTS = ("prompt_column", "prompt_template", "system_prompt", "chat")
+OF_ROWS = (
+    *("validation", "validation_split", "validation_environments"),
+    *("answer_column", "environment_column"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +179,7 @@ class EvalConfig(RewardConfig, AnswerConfig):
     """Answer the rows of data.validation and judge the answers by a reward."""
 
     unused: ClassVar[dict[str, tuple[str, ...]]] = AnswerConfig.unused | {
-        "data": all_but(DataConfig, *PROMPTS, "validation", "validation_split", "answer_column")
+        "data": all_but(DataConfig, *PROMPTS, *OF_ROWS)
     }
 
     output: str | None = None

@@ -282,6 +282,12 @@ class DataConfig:
     """Column of the worse answer of a pair (DPO)."""
     label_column: str = "label"
     """Column that labels a single answer as desirable, true or false (KTO)."""
+    environment_column: str = "environment"
+    """Column that names each row's environment, where reward or rollout.environment has several."""
+    environments: tuple[str, ...] = ()
+    """Environment of each of several training sets, in place of the column."""
+    validation_environments: tuple[str, ...] = ()
+    """Environment of each validation set, in place of the column."""
     max_total_sequence_length: int = 2048
     """Longest sequence, prompt and response together, in tokens."""
     too_long: Literal["error", "drop", "truncate"] = "error"
@@ -330,14 +336,15 @@ def require_rows(rows: object) -> None:
 class RewardConfig:
     """The settings of rewards."""
 
-    reward: str | tuple[str, ...] = "exact_match"
+    reward: str | tuple[str, ...] | dict[str, str | tuple[str, ...]] = "exact_match"
     """Rewards: exact_match, contains_answer, last_number, math, choice, think_format, code,
     ifeval, reasoning_gym, or of your own module:function or ./file.py:function,
-    fn(prompt, response), with any data columns as further parameters. exact_match gives way to the
+    fn(prompt, response), with any data columns as further parameters. Several are added up; a
+    mapping has one for each name in the rows' column `environment`. exact_match gives way to the
     reward of a known data set.
     """
-    reward_weights: tuple[float, ...] = ()
-    """Weight of each of several rewards. Default: 1."""
+    reward_weights: tuple[float, ...] | dict[str, tuple[float, ...]] = ()
+    """Weight of each of several rewards (by name, where reward is a mapping). Default: 1."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
 

@@ -305,6 +305,9 @@ def _metavar(hint: Any) -> str:
 def _read(members: Sequence[Any], lists: Sequence[Any], texts: list[str]) -> Any:
     if len(texts) == 1:
         one = _value(texts[0], members)
+        if any(typing.get_origin(kind) is dict for kind in members) and texts[0][:1] == "{":
+            with contextlib.suppress(ValueError):
+                return json.loads(texts[0])
         if not lists or one is None or str in members:
             return one
     return tuple(_value(text, kinds(lists[0])) for text in texts)

@@ -220,9 +220,10 @@ def _key(key: Any, name: str, line: str = " ") -> str:
 
 
 IMPORTED = ("loss", "advantage")
-FUNCTIONS = ("reward", *IMPORTED)
+BY_ROW = ("reward", "rollout.environment")
+"""Names of code, or mappings to them."""
 CODE = (
-    *(*FUNCTIONS, "rollout.environment", "rollout.worker", "generation.python"),
+    *(*BY_ROW, *IMPORTED, "rollout.worker", "generation.python"),
     *("generation.engine", "model.trust_remote_code", "trust_remote_code"),
 )
 WORDS = ("dtype", "kv_cache_dtype", "quantization")
@@ -256,18 +257,29 @@ def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
         value: Any = tree
         for part in setting.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        if setting in FUNCTIONS and isinstance(value, Mapping):
+        if setting in IMPORTED and isinstance(value, Mapping):
             value = value.get("name")
         words = [*map(str, value)] if isinstance(value, list | tuple) else [str(value)]
-        named = [word for word in words if ":" in word or setting == "generation.python"]
+        names = texts_in(value) if setting in BY_ROW else words
+        named = [name for name in names if ":" in name or setting == "generation.python"]
         if setting.endswith("trust_remote_code"):
             named, words = ["the code that comes with the model"], []
+        elif isinstance(value, Mapping) and setting in BY_ROW:
+            words = [json.dumps(value, default=str)]
         elif isinstance(value, Mapping):
             named = [key for key, each in value.items() if key not in WORDS and _may_name(each)]
             words = [json.dumps(without_secrets(value), default=str)]
         if value and named:
             found[setting] = (", ".join(named), [f"--{setting}".replace("_", "-"), *words])
     return found
+
+
+def texts_in(value: Any) -> list[str]:
+    """Return a text, or those in a list or mapping."""
+    if isinstance(value, Mapping | list | tuple):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return [text for part in parts for text in texts_in(part)]
+    return [value] if isinstance(value, str) else []
 
 
 def _may_name(value: Any) -> bool:  # vLLM and Ray import several texts

@@ -9,19 +9,30 @@ from typing import Any
 from nemorl.checks import require, warn
 from nemorl.data.datasets import load_rows, stream_rows, to_prompts
 from nemorl.data.lengths import limit_length, num_tokens
-from nemorl.data.rows import Places, Row, RowOrder, StreamedRows, first_of, origin_of, split_rows
+from nemorl.data.rows import (
+    ENVIRONMENT,
+    Places,
+    Row,
+    RowOrder,
+    StreamedRows,
+    first_of,
+    for_rows,
+    origin_of,
+    split_rows,
+)
 from nemorl.data.sources import DataModule, has_splits, known_set, sources_of
 from nemorl.data.statistics import Lengths
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
-from nemorl.rollout.environments.tools import require_tools
+from nemorl.rollout.environments.tools import with_tools_of
+from nemorl.rollout.episodes import ByRow
 from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files
 
 Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
 Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mapping[str, Any]
-"""A name, a function, an environment, or a list of them, or a mapping from names."""
+"""A name, a function, an environment, a list of them that are added up, or a mapping by row."""
 SHUFFLE_BUFFER = 10_000
 """Rows of a stream among which the next one is drawn."""
 DEFAULT_REWARD = "exact_match"
@@ -68,6 +79,10 @@ def read_rows(
         return None
     require_files(f"data.{which}", source)
     parts = sources_of(source)
+    setting = "environments" if which == "train" else "validation_environments"
+    names: Sequence[str] = getattr(data, setting)
+    must, remedy = f"must be as many as there are sets ({len(parts)})", "give one for each set"
+    require(len(names) in (0, len(parts)), f"data.{setting}", must, names, remedy)
     splits = [data.split for _ in parts]
     if which == "validation":
         usual = ["validation" if has_splits(part) else "train" for part in parts]
@@ -77,8 +92,17 @@ def read_rows(
         ]
     elif data.streaming:
         buffer, reading = SHUFFLE_BUFFER if data.shuffle else 0, data.reading()
-        return stream_rows(source, split=data.split, seed=seed, shuffle_buffer=buffer, **reading)
-    return load_rows(source, split=splits, **data.reading())
+        rows: Any = stream_rows(
+            source, split=data.split, seed=seed, shuffle_buffer=buffer, **reading
+        )
+        return _of_environments(rows, names)
+    return _of_environments(load_rows(source, split=splits, **data.reading()), names)
+
+
+def _of_environments(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Row]:
+    if not names:
+        return rows
+    return for_rows(rows, lambda row: row.but(**{ENVIRONMENT: names[row.source]}))
 
 
 def print_known(*sources: Rows) -> None:
@@ -107,6 +131,14 @@ def reward_for(reward: Any, *sources: Rows) -> Any:
     return named[0]
 
 
+def check_names(data: DataConfig, environment: Any) -> None:
+    """Refuse names of environments where there is one for all rows."""
+    for setting in ("environments", "validation_environments"):
+        names, must = getattr(data, setting), "needs a mapping as reward or rollout.environment"
+        fits = isinstance(environment, ByRow) or not names
+        require(fits, f"data.{setting}", must, names, "remove it")
+
+
 def first_of_each(rows: Sequence[Row], count: int) -> list[Row]:
     """Return the first `count` rows of each set."""
     sets = groupby(rows, key=lambda row: row.source)
@@ -129,14 +161,12 @@ def tokenised_prompts(
         answer,
         "leave room for the prompt; SFT that validates on questions samples answers, too",
     )
-    tools = getattr(environment, "tools", ())
-    require_tools(tokenizer, tools)
-    prompts = to_prompts(rows, tokenizer, tools=tools)
+    prompts = to_prompts(with_tools_of(environment, rows, tokenizer), tokenizer)
     _warn_of_unknown(first_of(rows), first_of(prompts), tokenizer)
     tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
     rollout = getattr(config, "rollout", RolloutConfig())
     limits = rollout.limits(longest)
-    return Prompts(kept, tokens, tokenizer=tokenizer, limits=limits, tools=tools), lengths
+    return Prompts(kept, tokens, tokenizer=tokenizer, limits=limits), lengths
 
 
 def _warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Any) -> None:

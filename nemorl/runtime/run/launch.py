@@ -32,11 +32,20 @@ from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.rollout.environments import Environment, check_limits, make_environment
 from nemorl.rollout.environments.classes import Workers
+from nemorl.rollout.episodes import ByRow
 from nemorl.runtime.config.base import BaseConfig, RunConfig, require_rows
 from nemorl.runtime.config.tree import defaults, dump_yaml, flat, merge, to_dict
 from nemorl.runtime.config.yaml_io import read, without_secrets
 from nemorl.runtime.ranks import is_follower
-from nemorl.runtime.run.data import Reward, Rows, first_of_each, print_known, read_data, reward_for
+from nemorl.runtime.run.data import (
+    Reward,
+    Rows,
+    check_names,
+    first_of_each,
+    print_known,
+    read_data,
+    reward_for,
+)
 from nemorl.runtime.run.devices import Devices
 from nemorl.runtime.run.registry import (
     algorithm_of,
@@ -64,13 +73,16 @@ def _as_given(
     def named(value: Any) -> Any:
         if isinstance(value, list | tuple) and value:
             return tuple(map(str, value)) if all(map(named, value)) else None
+        if isinstance(value, Mapping) and value:
+            found = {str(key): named(each) for key, each in value.items()}
+            return found if all(found.values()) else None
         return str(value) if isinstance(value, str | Path) else None
 
     rows = {"train": train, "validation": validation}
     names = {key: name for key, value in rows.items() if (name := named(value))}
     config = replace(config, data=replace(config.data, **names))
     if environment is not None and hasattr(config, "rollout"):
-        kept = environment if isinstance(environment, str) else _given([environment])
+        kept = named(environment) or _given(environment)
         changed = {"rollout": replace(config.rollout, environment=kept)}
         config = replace(config, **changed)
     sources = [getattr(config.data, key) if value is None else value for key, value in rows.items()]
@@ -83,15 +95,14 @@ def _as_given(
             sources = sources[:1] if config.data.held_out else sources[1:]
         own: Any = config
         return replace(own, reward=reward_for(own.reward, *sources))
-    parts = list(reward) if isinstance(reward, Mapping | list | tuple) else [reward]
-    changed = {"reward": named(reward) or _given(parts)}
+    changed = {"reward": named(reward) or _given(reward)}
     return replace(config, **changed)
 
 
-def _given(parts: Sequence[Any]) -> str:
+def _given(value: Any) -> str:
     names = [
         part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
-        for part in parts
+        for part in (value if isinstance(value, Mapping | list | tuple) else [value])
     ]
     return f"{GIVEN} ({', '.join(names)})"
 
@@ -288,8 +299,7 @@ def launched(
     environment = environment_of(config, reward, environment)
     loggers = chosen_loggers(config.run.loggers)
     rows, held_out = read_data(config.data, **rows_given, seed=config.run.seed)
-    require_rows(rows)
-    known = first_of(rows)
+    known = _first(config, environment, rows, held_out)
     data = digests_of(known, held_out)
     if not held_out:
         config.run.require_training_metrics()
@@ -332,6 +342,16 @@ def launched(
                     loggers=loggers,
                     callbacks=callbacks,
                 )
+
+
+def _first(config: BaseConfig, environment: Any, rows: Sequence[Row], *more: Any) -> Sequence[Row]:
+    """Return the rows, the first of a stream. Raises: ValueError for none, or names not in use."""
+    require_rows(rows)
+    check_names(config.data, environment)
+    known: Sequence[Row] = first_of(rows)
+    if isinstance(environment, ByRow) and not config.data.streaming:
+        environment.require_used(chain(known, *more))
+    return known
 
 
 def _require_same_rows(

@@ -19,6 +19,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.offline import DPOConfig, SFTConfig
 from nemorl.runtime.config.tree import add_own
+from nemorl.runtime.config.yaml_io import texts_in
 from nemorl.runtime.engines import spec as engines
 
 if TYPE_CHECKING:
@@ -247,17 +248,16 @@ def check_generation(config: GenerationConfig, model: Any, machine: Machine) -> 
 
 def require_names(config: object) -> None:
     """Refuse a function, backend or logger that does not exist, without running code."""
-    rewards = getattr(config, "reward", ())
-    for reward in (rewards,) if isinstance(rewards, str) else rewards:
+    for reward in texts_in(getattr(config, "reward", ())):
         if not reward.startswith(GIVEN):
             require_known(reward, REWARDS, "reward", "reward")
             if reward not in REWARDS:
                 check_function(reward, "reward")
-    environment = getattr(getattr(config, "rollout", None), "environment", None)
-    if environment is not None and not environment.startswith(GIVEN):
-        require_known(environment, ENVIRONMENTS, "rollout.environment", "environment_factory")
-        if environment not in ENVIRONMENTS:
-            check_function(environment, "rollout.environment")
+    for environment in texts_in(getattr(getattr(config, "rollout", None), "environment", None)):
+        if not environment.startswith(GIVEN):
+            require_known(environment, ENVIRONMENTS, "rollout.environment", "environment_factory")
+            if environment not in ENVIRONMENTS:
+                check_function(environment, "rollout.environment")
     if trainer := getattr(config, "trainer", None):
         _get(trainer.backend, TRAINING_BACKENDS, "training backend")
     if generation := getattr(config, "generation", None):

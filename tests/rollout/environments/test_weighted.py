@@ -83,7 +83,6 @@ def test_names():
             [exact_match, "exact_match", lambda response: 0.0, exact_match],
             ["exact_match", "exact_match_2", "lambda", "exact_match_3"],
         ),
-        ({"right": "exact_match", "short": brief}, ["right", "short"]),
         (
             [imported, FunctionalRewardWrapper(brief, name="length")],
             ["contains_answer", "length"],
@@ -109,7 +108,9 @@ def test_one_reward_is_itself_unless_it_is_weighted():
 
 
 def test_environments_among_functions():
-    environment = make_environment({"right": exact_match, "brief": Counting(brief)}, (1.0, 0.5))
+    environment = make_environment(
+        [FunctionalRewardWrapper(exact_match, name="right"), Counting(brief)], (1.0, 0.5)
+    )
     result = environment.step([LOG, LONG], ROWS)
     assert result.answers == ["2", "2"]
     batch = {

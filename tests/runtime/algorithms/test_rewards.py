@@ -63,7 +63,7 @@ def test_each_of_several_rewards_is_logged(tmp_path: Path):
     config = grpo_config(tmp_path, steps=2, run={"val_period": 1}, reward_weights=(1.0, -0.5, 0.0))
     result = start(
         config,
-        reward={"digits": digits, "long": lengths, "plain": plain},
+        reward=[digits, FunctionalRewardWrapper(lengths, name="long"), plain],
         validation=addition_rows(4),
     )
     assert {line["phase"] for line in result.history} == {"train", "validation"}
@@ -86,7 +86,8 @@ def test_each_of_several_rewards_is_logged(tmp_path: Path):
 )
 def test_accuracy_is_the_share_of_the_reward_that_is_named_so(names, accuracy, saved):
     """TRL's order has the format first, and each reward's mean is beside it."""
-    both = dict(zip(names, (plain_one, plain), strict=False))
+    rewards = zip(names, (plain_one, plain), strict=False)
+    both = [FunctionalRewardWrapper(fn, name=name) for name, fn in rewards]
     options: Any = {"device": "cpu", "temperature": 1.0, "max_new_tokens": 2, "max_rows": 2, "n": 2}
     result = nemorl.evaluate(saved["model"], saved["rows"], both, **options)
     assert result.get("accuracy") == result["summaries"][0].get("pass@2") == accuracy

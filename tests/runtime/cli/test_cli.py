@@ -211,6 +211,10 @@ def test_a_setting_by_its_last_name():
     assert grpo("--loss.name", "gspo", "--token-gradient").loss == GSPOLoss(token_gradient=True)
     assert grpo("--max-grad-norm", "null", "--gap.stop", "null").optimizer.max_grad_norm is None
     assert grpo("--reward", "a", "b", "--stop", "1.5").reward == ("a", "b")
+    named = grpo("--reward", '{"m": ["a", "b"], "n": "c"}', "--reward-weights", '{"m": [1, 0.5]}')
+    assert named.reward == {"m": ("a", "b"), "n": "c"} and named.reward_weights == {"m": (1, 0.5)}
+    led = grpo("--environment", '{"n": "calculator"}', "--environment-column", "task")
+    assert led.rollout.environment == {"n": "calculator"} and led.data.environment_column == "task"
     assert grpo("--data", "e", "--model", "n", "--run", "r").data.train == "e"
     template = ["--chat", "--model.chat-template", "t", "--prompt", "model.path=x", "--chat=true"]
     answer = cli.parse("generate", ["--model", "m", *template])

@@ -12,7 +12,7 @@ from nemorl.runtime.cli.main import main, parse
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import from_dict, leaves, own_sections, to_dict
 from nemorl.runtime.config.yaml_io import (
-    FUNCTIONS,
+    IMPORTED,
     SECRET,
     ConfigError,
     Trust,
@@ -103,6 +103,16 @@ def said_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> st
         ),
         ("eval --model m", "reward: [math, 'evil:fn']", "--reward math evil:fn"),
         (
+            "grpo",
+            "reward: {a: math, b: [code, 'evil:fn']}",
+            '--reward \'{"a": "math", "b": ["code", "evil:fn"]}\'',
+        ),
+        (
+            "grpo",
+            "rollout: {environment: {a: calculator, b: 'evil:Env'}}",
+            '--rollout.environment \'{"a": "calculator", "b": "evil:Env"}\'',
+        ),
+        (
             "data inspect --data.train rows.jsonl",
             "model: {path: m, trust_remote_code: true}",
             "--model.trust-remote-code",
@@ -174,7 +184,7 @@ def test_settings_without_code_need_nothing(folder: Path):
 
 def test_no_section_of_functions_is_forgotten():
     for algorithm in ALGORITHMS.values():
-        assert own_sections(algorithm.config).keys() <= {*FUNCTIONS}
+        assert own_sections(algorithm.config).keys() <= {*IMPORTED}
 
 
 def test_python(folder: Path):

@@ -614,11 +614,11 @@ REWARDS = [
         nemorl.judged_in_processes()(asynchronous),
     ),
     reward(
-        r"line 1: environment must name one of a, by which .* the row has none: add the column",
+        r"line 1: environment must name the row's .*\(a\), but it is None: add the column",
         {"a": "exact_match"},
     ),
     reward(
-        r"must be a mapping of names where reward is one, but it is \(1\.0,\): give rewards that",
+        r"must have some of the names a, as reward has, but it is \(1\.0,\): give rewards that",
         {"a": "exact_match"},
         reward_weights=(1.0,),
     ),
@@ -628,7 +628,7 @@ REWARDS = [
         data={"environments": ("a",)},
     ),
     reward(
-        r"line 1: environment must name one of math, .*'maths'; did you mean math\? correct it",
+        r"line 1: environment must name the row's .*'maths'; did you mean math\?",
         {"math": "exact_match"},
         data={"environments": ("maths",)},
     ),

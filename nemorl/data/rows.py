@@ -136,15 +136,6 @@ class Row(dict[str, Any]):
         return Row({**self, **columns}, origin=self.origin, source=self.source)
 
 
-def with_columns(row: Mapping[str, Any], **columns: Any) -> Mapping[str, Any]:
-    """Return a row with further or other columns.
-
-    >>> with_columns(Row({"prompt": "1+1="}, origin="row 1"), answer="2").origin
-    'row 1'
-    """
-    return row.but(**columns) if isinstance(row, Row) else {**row, **columns}
-
-
 def own_copy(value: Any) -> Any:
     """Return a deep copy of a row or column, which may be changed; itself where that can't be.
 

@@ -79,49 +79,40 @@ class Rollouts:
         return len(self.conversations)
 
     @cached_property
-    def _parts(self) -> list[dict[str, float]]:
-        """The components of each conversation."""
-        lists = {name: values.tolist() for name, values in self.components.items()}
-        return [
-            {name: values[i] for name, values in lists.items() if not math.isnan(values[i])}
-            for i in range(len(self))
-        ]
-
-    @cached_property
-    def _correct(self) -> list[bool | None]:
-        found = list[bool | None]()
-        for parts, reward in zip(self._parts, self.rewards.tolist(), strict=True):
-            named = [value for name, value in parts.items() if "accuracy" in name]
-            alone = named if len(parts) > 1 else [*parts.values()] or [reward]
-            found.append(alone[0] >= 1 if len(alone) == 1 else None)
-        return found
+    def _known(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.components.items() if not x.isnan().all()}
 
     @property
     def correct(self) -> Bool[Tensor, "batch"] | None:
         """Whether the only reward, or the only one of several with accuracy in its name, is at
-        least 1; None: not all have such a one.
+        least 1; None: there is no such one, or environments differ in it.
         """
-        return None if None in self._correct else torch.tensor(self._correct, dtype=torch.bool)
+        if any(values.isnan().any() for values in self._known.values()):
+            return None
+        if len(self._known) < 2:
+            return next(iter(self._known.values()), self.rewards) >= 1
+        named = [values for name, values in self._known.items() if "accuracy" in name]
+        return named[0] >= 1 if len(named) == 1 else None
 
     def judged(self, index: int) -> dict[str, Any]:
         """Return one response's reward and, if known, whether it is `correct`."""
-        correct = self._correct[index]
-        judged = {} if correct is None else {"correct": correct}
+        judged = {} if self.correct is None else {"correct": bool(self.correct[index])}
         return {"reward": float(self.rewards[index]), **judged}
 
     def reward_metrics(self) -> dict[str, float]:
         """Return mean reward, accuracy if known, and reward/NAME of each component."""
         correct = self.correct
-        means = {name: float(values.nanmean()) for name, values in self.components.items()}
         return {
             "reward": float(self.rewards.mean()),
             **({} if correct is None else {"accuracy": float(correct.float().mean())}),
-            **{f"reward/{name}": mean for name, mean in means.items() if not math.isnan(mean)},
+            **{f"reward/{name}": float(x.nanmean()) for name, x in self._known.items()},
         }
 
     def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
         """Return one response's components, if any, for a log: {"rewards": {name: value}}."""
-        return {"rewards": self._parts[index]} if self._parts[index] else {}
+        parts = {name: float(values[index]) for name, values in self.components.items()}
+        parts = {name: value for name, value in parts.items() if not math.isnan(value)}
+        return {"rewards": parts} if parts else {}
 
     @property
     def truncated(self) -> Bool[Tensor, "batch"]:
@@ -324,48 +315,35 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     """Return several rollouts as one; metrics are averaged over the conversations or parts that
     have them. Raises: ValueError unless they have the same kind and reward components.
     """
-    first = parts[0]
+    whole = [p for p in parts if p.components or not all(map(_lacks_components, p.conversations))]
+    first, by_row = (whole or parts)[0], any(name_in(row) for part in parts for row in part.rows)
     for other in parts:
         if other.kind != first.kind:
             raise ValueError(
                 f"rollouts of one batch must be sampled alike, but there are {first.kind} and"
                 f" {other.kind}: change no sampling in a step"
             )
+    if not by_row:
+        _require_alike("an environment", (part.components for part in whole))
     conversations = [each for part in parts for each in part.conversations]
     metrics = dict[str, float]()
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
         having = [part for part in parts if name in part.metrics]
         size = sum(map(len, having))
         metrics[name] = sum(len(part) / size * part.metrics[name] for part in having)
+    none = [torch.full((len(part),), math.nan if by_row else 0.0) for part in parts]
+    components = {
+        name: torch.cat([p.components.get(name, zero) for p, zero in zip(parts, none, strict=True)])
+        for name in dict.fromkeys(name for part in parts for name in part.components)
+    }
     return replace(
         first,
         conversations=conversations,
         rewards=torch.cat([part.rewards for part in parts]),
         metrics=metrics | _outcome_metrics(conversations),
-        components=_joined(conversations, [each for part in parts for each in part._parts]),
+        components=components,
         failed=[each for part in parts for each in part.failed],
     )
-
-
-def _joined(
-    conversations: Sequence[Conversation], components: Sequence[Mapping[str, float]]
-) -> dict[str, Tensor]:
-    """Return each component of conversations: of one that a limit ended 0 where its environment
-    has it.
-    """
-    having = dict[str | None, list[Mapping[str, float]]]()
-    for each, parts in zip(conversations, components, strict=True):
-        if parts or not _lacks_components(each):
-            having.setdefault(name_in(each.row), []).append(parts)
-    for alike in having.values():
-        _require_alike("an environment", alike)
-    usual = {name: dict.fromkeys(alike[0], 0.0) for name, alike in having.items()}
-    whole = [
-        parts or usual.get(name_in(each.row), {})
-        for each, parts in zip(conversations, components, strict=True)
-    ]
-    names = dict.fromkeys(name for parts in whole for name in parts)
-    return {name: torch.tensor([parts.get(name, math.nan) for parts in whole]) for name in names}
 
 
 def sampled_hashes(conversations: Sequence[Conversation]) -> Int[Tensor, "tokens"]:

@@ -187,14 +187,13 @@ class Driver:
             rows = [prompts.rows[index] for index, _ in missing]
             parts = places_of(self.environment, rows).items()
             mine = [(name, [missing[i] for i in each]) for name, each in parts]
-            tasks = [asyncio.create_task(self._led(prompts, *each, attempt)) for each in mine]
             try:
-                for (_, each), talks in zip(mine, await asyncio.gather(*tasks), strict=True):
-                    found |= zip(each, talks, strict=True)
-            finally:  # after an error none goes on
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                async with asyncio.TaskGroup() as group:
+                    led = [group.create_task(self._led(prompts, *each, attempt)) for each in mine]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            for (_, each), task in zip(mine, led, strict=True):
+                found |= zip(each, task.result(), strict=True)
             missing, attempt = self._missing(found), attempt + 1
         return [found[place] for place in places]
 

@@ -47,17 +47,12 @@ class ByRow:
         name, known = row.get(COLUMN), [*self.environments]
         if name_in(row) in self.environments:
             return str(name)
-        has = "the row has none" if name is None else f"the row has {name!r}"
-        remedy = "correct it, or name another column in data.environment_column"
+        hint = closest(str(name), known) or ": correct it, or set data.environment_column"
         if name is None:
-            remedy = (
-                "add the column (data.environment_column), name its data set's in"
-                " data.environments, or add up several rewards as a list"
-            )
-        hint = closest(name, known) if isinstance(name, str) else ""
+            hint = ": add the column, set data.environments, or add up several rewards as a list"
         raise ValueError(
-            f"environment must name one of {', '.join(known)}, by which rows choose their"
-            f" environment and reward, but {has}{hint or ':'} {remedy}"
+            f"environment must name the row's environment or reward ({', '.join(known)}), but it"
+            f" is {name!r}{hint}"
         )
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 conversations.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -22,7 +22,7 @@ from nemorl.rollout.episodes import Environment as Environment
 from nemorl.rollout.user_code import function_of
 
 Reward = str | Callable[..., Any] | EnvironmentInterface
-Rewards = Reward | Sequence[Reward] | Mapping[str, Any]
+Rewards = None | Reward | Sequence[Reward] | Mapping[str, Any]
 Weights = Sequence[float] | Mapping[str, Sequence[float]]
 
 
@@ -45,8 +45,8 @@ def make_environment(
     given as the reward, too. chosen: whether the reward is more than a default, which an
     environment with its own goes without. workers: makes processes for its objects.
 
-    A mapping as reward, environment or both is chosen from by row (`ByRow`); what is no mapping is
-    for each name. `weights` are then by name, too.
+    From a mapping as reward, environment or both each row chooses by name (`ByRow`); what is no
+    mapping is for all names. `weights` and `settings` are by name where the reward is.
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
@@ -54,98 +54,64 @@ def make_environment(
     >>> list(make_environment(["exact_match", "think_format"], weights=(1, 0.2)).weights.items())
     [('exact_match', 1.0), ('think_format', 0.2)]
     """
-    by_row, fits = isinstance(reward, Mapping), isinstance(weights, Mapping)
-    must = "must be a mapping of names where reward is one" if by_row else "must be a list"
-    remedy = "give rewards that are to be added up as a list, or weights by name"
-    require(not weights or fits == by_row, "reward_weights", must, weights, remedy)
-    if by_row or isinstance(environment, Mapping):
-        found = _by_row(reward, weights, settings, environment, chosen=chosen, workers=workers)
-    else:
+    if isinstance(reward, Mapping) or isinstance(environment, Mapping):
+        return ByRow(_by_name(reward, weights, settings, environment, chosen, workers))
+    judge: Callable[[], Any] = partial(make_environment, reward, weights, settings)
+    if environment is None and _leads(reward):
+        environment, chosen, reward = reward, False, None
+    if environment is not None:
         more = {"reward_weights": weights, "reward_kwargs": list(settings)}
         given = {name: value for name, value in more.items() if value}
-        found = _single(reward, weights, settings, environment, chosen, workers, given)
-    functions = [*_functions(found)]
+        judge = judge if reward is not None else lambda: None
+        return _led(environment, judge, given, chosen=chosen, workers=workers)
+    remedy = "give rollout.environment, too"
+    require(workers is None, "rollout.workers", "needs an environment", None, remedy)
+    several = isinstance(reward, Sequence) and not isinstance(reward, str)
+    named = _numbered(cast(Sequence[Reward], reward if several else [reward]))
+    alone = len(named) == 1 and not weights
+    parts = {name: _one(part, None if alone else name, settings) for name, part in named.items()}
+    functions = [part for part in parts.values() if isinstance(part, FunctionalRewardWrapper)]
     for key in settings.keys() - {key for each in functions for key in each.signature.settings}:
         known = [column for each in functions for column in each.signature.columns]
         raise ValueError(
             f"reward_kwargs must name parameters of the rewards, but there is no {key!r}"
             f"{closest(key, known)}: remove it"
         )
-    return found
+    return next(iter(parts.values())) if alone else WeightedRewards(parts, cast(Any, weights))
 
 
-def _by_row(
-    reward: Any,
-    weights: Any,
-    settings: Mapping[str, Any],
-    environment: Any,
-    *,
-    chosen: bool,
-    workers: Callable[[], Workers] | None,
-) -> ByRow:
+def _by_name(
+    reward: Any, weights: Any, settings: Any, environment: Any, chosen: bool, workers: Any
+) -> dict[str, Environment]:
+    def of(given: Any, name: str) -> Any:
+        return given.get(name) if isinstance(given, Mapping) else given
+
     given = [each for each in (reward, environment) if isinstance(each, Mapping)]
     names, parts = dict.fromkeys(name for each in given for name in each), dict[str, Any]()
-    must = f"must be a name of reward ({', '.join(names)})"
-    for name in weights if isinstance(weights, Mapping) else ():
-        require(name in names, "reward_weights", must, name, "correct it")
-    shared = workers and cache(workers)
+    require(bool(names), "reward", "must be a mapping of one name or more", reward, "name one")
+    by_name = isinstance(reward, Mapping)
+    for setting, values in {"reward_weights": weights, "reward_kwargs": settings}.items():
+        fits = not values or not by_name or (isinstance(values, Mapping) and {*values} <= {*names})
+        must = f"must have some of the names {', '.join(names)}, as reward has"
+        require(fits, setting, must, values, "give rewards that are to be added up as a list")
+    leading = [n for n in names if of(environment, n) is not None or _leads(of(reward, n))]
+    pool = workers and cache(workers)
     for name in names:
-        own, led = (
-            each.get(name) if isinstance(each, Mapping) else each for each in (reward, environment)
-        )
-        scale = weights.get(name, ()) if isinstance(weights, Mapping) else weights
-        pool = shared if led is not None or _leads(own) else None
-        more = {"reward_weights": scale} if scale else {}
+        own, led = of(reward, name), of(environment, name)
+        fits, must = not isinstance(own, Mapping), "must be a name, a function or a list of them"
+        require(fits, f"reward {name!r}", must, own, "give one of them")
         try:
-            judged = chosen and own is not None
-            parts[name] = _single(own, scale, settings, led, judged, pool, more)
+            parts[name] = make_environment(
+                own,
+                weights.get(name, ()) if by_name and weights else weights,
+                settings.get(name, {}) if by_name else settings,
+                environment=led,
+                chosen=chosen and own is not None,
+                workers=pool if name in leading or not leading else None,
+            )
         except ValueError as error:
             raise ValueError(f"environment {name!r}: {error}") from error
-    remedy = "give rollout.environment, too"
-    leads = [each for each in parts.values() if isinstance(each, ClassEnvironment)]
-    require(workers is None or bool(leads), "rollout.workers", "needs an environment", None, remedy)
-    require(bool(parts), "reward", "must be a mapping of one name or more", reward, "name one")
-    return ByRow(parts)
-
-
-def _single(
-    reward: Any,
-    weights: Any,
-    settings: Mapping[str, Any],
-    environment: Any,
-    chosen: bool,
-    workers: Callable[[], Workers] | None,
-    given: Mapping[str, Any],
-) -> Any:
-    judge: Callable[[], Any] = partial(_judge, reward, weights, settings)
-    if environment is None and _leads(reward):
-        environment, chosen, reward = reward, False, None
-    if environment is not None:
-        judge = judge if reward is not None else lambda: None
-        return _led(environment, judge, given, chosen=chosen, workers=workers)
-    remedy = "give rollout.environment, too"
-    require(workers is None, "rollout.workers", "needs an environment", None, remedy)
-    return judge()
-
-
-def _judge(
-    reward: Any, weights: Sequence[float], settings: Mapping[str, Any]
-) -> EnvironmentInterface:
-    must, remedy = "must be a name, a function, an environment or a list", "give one of them"
-    require(not isinstance(reward, Mapping), "reward", must, reward, remedy)
-    several = isinstance(reward, Sequence) and not isinstance(reward, str)
-    named = _numbered(cast(Sequence[Reward], reward if several else [reward]))
-    alone = len(named) == 1 and not weights
-    parts = {name: _one(part, None if alone else name, settings) for name, part in named.items()}
-    return next(iter(parts.values())) if alone else WeightedRewards(parts, weights)
-
-
-def _functions(made: Any) -> Iterator[FunctionalRewardWrapper]:
-    if isinstance(made, FunctionalRewardWrapper):
-        yield made
-    parts = made.environments.values() if isinstance(made, ByRow | WeightedRewards) else ()
-    for each in [made.judge] if isinstance(made, ClassEnvironment) else parts:
-        yield from _functions(each)
+    return parts
 
 
 def check_limits(

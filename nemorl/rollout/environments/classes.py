@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from nemorl.checks import as_number, require, short
-from nemorl.data.rows import own_copy, with_columns
+from nemorl.data.rows import Row, own_copy
 from nemorl.data.templates import Message
 from nemorl.rollout.calls import ENVIRONMENT, accepted, blocking, name_of
 from nemorl.rollout.cohort import Cohort
@@ -224,7 +224,8 @@ async def _awaited(work: Awaitable[Any]) -> Any:
 
 def beside(row: Mapping[str, Any], environment: Any) -> Mapping[str, Any]:
     """Return a row with an environment, for rewards that name it as a parameter."""
-    return with_columns(row, **dict.fromkeys(ENVIRONMENT, environment))
+    columns = dict.fromkeys(ENVIRONMENT, environment)
+    return row.but(**columns) if isinstance(row, Row) else {**row, **columns}
 
 
 def with_observation(messages: Sequence[Message], observation: Any) -> list[Message]:

@@ -53,8 +53,9 @@ def train(
       DataModule, or several of them
     - `reward_fn` (or `reward`): fn(prompt, response) -> float, fn(prompts, responses) -> list of
       floats, either with columns of the data, the name of a reward, an environment, or several in a
-      list or mapping. A class with `step(response)` leads conversations itself
-    - `environment_factory`: a class with tools (docs/environments.md); `reward_fn` judges
+      list, which are added up. A class with `step(response)` leads conversations itself
+    - `environment_factory`: a class with tools (docs/environments.md); `reward_fn` judges. It or
+      `reward_fn` may be a mapping, from which each row chooses by its column `environment`
     - `algorithm`: "grpo", "sft", "dpo" or one that you registered; `preset` of GRPO: "dapo", …
     - `overrides`: settings by name where that is unique (`lr=1e-6`), by section and name
       (`optimizer__lr=1e-6`), or a section at a time (a dict or `OptimizerConfig(lr=1e-6)`). The

@@ -339,9 +339,9 @@ class RewardConfig:
     reward: str | tuple[str, ...] | dict[str, str | tuple[str, ...]] = "exact_match"
     """Rewards: exact_match, contains_answer, last_number, math, choice, think_format, code,
     ifeval, reasoning_gym, or of your own module:function or ./file.py:function,
-    fn(prompt, response), with any data columns as further parameters. Several are added up; a
-    mapping has one for each name in the rows' column `environment`. exact_match gives way to the
-    reward of a known data set.
+    fn(prompt, response), with any data columns as further parameters. exact_match gives way to the
+    reward of a known data set. Several are added up; a mapping has one for each name in the rows'
+    column `environment`.
     """
     reward_weights: tuple[float, ...] | dict[str, tuple[float, ...]] = ()
     """Weight of each of several rewards (by name, where reward is a mapping). Default: 1."""

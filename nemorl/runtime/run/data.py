@@ -6,11 +6,10 @@ from dataclasses import replace
 from itertools import groupby, islice
 from typing import Any
 
-from nemorl.checks import require, warn
+from nemorl.checks import refuse_unused, require, warn
 from nemorl.data.datasets import load_rows, stream_rows, to_prompts
 from nemorl.data.lengths import limit_length, num_tokens
 from nemorl.data.rows import (
-    ENVIRONMENT,
     Places,
     Row,
     RowOrder,
@@ -27,7 +26,7 @@ from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments.tools import with_tools_of
 from nemorl.rollout.episodes import ByRow
-from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files
+from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
 
 Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
@@ -35,6 +34,8 @@ Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mappi
 """A name, a function, an environment, a list of them that are added up, or a mapping by row."""
 SHUFFLE_BUFFER = 10_000
 """Rows of a stream among which the next one is drawn."""
+SETS = {"train": "environments", "validation": "validation_environments"}
+"""The setting with the environments of each set."""
 DEFAULT_REWARD = "exact_match"
 """The reward of settings; a known data set has its own."""
 
@@ -67,6 +68,7 @@ def read_data(
             "omit it, or the validation rows",
         )
         rows, held_out = split_rows(rows, validation=data.held_out, seed=seed)
+    require_rows(rows)
     return rows, held_out
 
 
@@ -79,30 +81,23 @@ def read_rows(
         return None
     require_files(f"data.{which}", source)
     parts = sources_of(source)
-    setting = "environments" if which == "train" else "validation_environments"
-    names: Sequence[str] = getattr(data, setting)
+    names: Sequence[str] = getattr(data, SETS[which])
     must, remedy = f"must be as many as there are sets ({len(parts)})", "give one for each set"
-    require(len(names) in (0, len(parts)), f"data.{setting}", must, names, remedy)
-    splits = [data.split for _ in parts]
-    if which == "validation":
-        usual = ["validation" if has_splits(part) else "train" for part in parts]
-        splits = [
-            data.validation_split or (known.validation if known else split)
-            for known, split in zip(map(known_set, parts), usual, strict=True)
-        ]
-    elif data.streaming:
-        buffer, reading = SHUFFLE_BUFFER if data.shuffle else 0, data.reading()
-        rows: Any = stream_rows(
-            source, split=data.split, seed=seed, shuffle_buffer=buffer, **reading
-        )
-        return _of_environments(rows, names)
-    return _of_environments(load_rows(source, split=splits, **data.reading()), names)
-
-
-def _of_environments(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Row]:
-    if not names:
-        return rows
-    return for_rows(rows, lambda row: row.but(**{ENVIRONMENT: names[row.source]}))
+    require(len(names) in (0, len(parts)), f"data.{SETS[which]}", must, names, remedy)
+    rows: Any
+    if which == "train" and data.streaming:
+        reading = {"shuffle_buffer": SHUFFLE_BUFFER if data.shuffle else 0, **data.reading()}
+        rows = stream_rows(source, split=data.split, seed=seed, **reading)
+    else:
+        splits = [data.split for _ in parts]
+        if which == "validation":
+            usual = ["validation" if has_splits(part) else "train" for part in parts]
+            splits = [
+                data.validation_split or (known.validation if known else split)
+                for known, split in zip(map(known_set, parts), usual, strict=True)
+            ]
+        rows = load_rows(source, split=splits, **data.reading())
+    return for_rows(rows, lambda row: row.but(environment=names[row.source])) if names else rows
 
 
 def print_known(*sources: Rows) -> None:
@@ -131,12 +126,14 @@ def reward_for(reward: Any, *sources: Rows) -> Any:
     return named[0]
 
 
-def check_names(data: DataConfig, environment: Any) -> None:
-    """Refuse names of environments where there is one for all rows."""
-    for setting in ("environments", "validation_environments"):
-        names, must = getattr(data, setting), "needs a mapping as reward or rollout.environment"
-        fits = isinstance(environment, ByRow) or not names
-        require(fits, f"data.{setting}", must, names, "remove it")
+def check_names(data: DataConfig, environment: Any, rows: Sequence[Row] = ()) -> None:
+    """Refuse names of environments that nothing uses."""
+    if isinstance(environment, ByRow):
+        if rows and not data.streaming:
+            environment.require_used(rows)
+        return
+    must, unused = "needs a mapping as reward or rollout.environment", SETS.values()
+    refuse_unused("data", data, must, "remove it", names=[*unused])
 
 
 def first_of_each(rows: Sequence[Row], count: int) -> list[Row]:

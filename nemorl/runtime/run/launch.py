@@ -32,8 +32,7 @@ from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.rollout.environments import Environment, check_limits, make_environment
 from nemorl.rollout.environments.classes import Workers
-from nemorl.rollout.episodes import ByRow
-from nemorl.runtime.config.base import BaseConfig, RunConfig, require_rows
+from nemorl.runtime.config.base import BaseConfig, RunConfig
 from nemorl.runtime.config.tree import defaults, dump_yaml, flat, merge, to_dict
 from nemorl.runtime.config.yaml_io import read, without_secrets
 from nemorl.runtime.ranks import is_follower
@@ -299,7 +298,8 @@ def launched(
     environment = environment_of(config, reward, environment)
     loggers = chosen_loggers(config.run.loggers)
     rows, held_out = read_data(config.data, **rows_given, seed=config.run.seed)
-    known = _first(config, environment, rows, held_out)
+    known = first_of(rows)
+    check_names(config.data, environment, [*known, *held_out])
     data = digests_of(known, held_out)
     if not held_out:
         config.run.require_training_metrics()
@@ -342,16 +342,6 @@ def launched(
                     loggers=loggers,
                     callbacks=callbacks,
                 )
-
-
-def _first(config: BaseConfig, environment: Any, rows: Sequence[Row], *more: Any) -> Sequence[Row]:
-    """Return the rows, the first of a stream. Raises: ValueError for none, or names not in use."""
-    require_rows(rows)
-    check_names(config.data, environment)
-    known: Sequence[Row] = first_of(rows)
-    if isinstance(environment, ByRow) and not config.data.streaming:
-        environment.require_used(chain(known, *more))
-    return known
 
 
 def _require_same_rows(

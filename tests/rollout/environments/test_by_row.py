@@ -122,10 +122,11 @@ def test_what_is_no_mapping_is_for_each_name():
     made = make_environment({"a": "math", "b": "last_number"}, environment="calculator")
     assert [judge_of(each).name for each in made.environments.values()] == ["math", "last_number"]
     check_limits(made, RolloutConfig(max_turns=3))
-    settings = {"share": True}
-    make_environment({"a": "code", "b": "math"}, settings=settings)
-    with pytest.raises(ValueError, match=r"reward_kwargs must name parameters .*no 'share'"):
-        make_environment({"b": "math"}, settings=settings)
+    settings = {"a": {"share": True}}
+    made = make_environment({"a": "code", "b": "math"}, settings=settings)
+    assert [each.signature.settings for each in made.environments.values()] == [settings["a"], {}]
+    with pytest.raises(ValueError, match=r"'b': reward_kwargs must name parameters .*no 'share'"):
+        make_environment({"b": "math"}, settings={"b": settings["a"]})
     with pytest.raises(
         ValueError, match=r"max_turns has no effect on the environments a, b, but it is"
     ):
@@ -142,11 +143,11 @@ class Get(Count):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (({"a": "math"}, (1.0,)), r"reward_weights must be a mapping .* added up as a list"),
-        (("math", {"a": (1.0,)}), r"reward_weights must be a list, but .*a"),
-        (({"a": "math"}, {"b": (1.0,)}), r"reward_weights must be a name of reward \(a\).*'b'"),
+        (({"a": "math"}, (1.0,)), r"reward_weights must have some of the names a, .* as a list"),
+        (({"a": "math"}, {"b": (1.0,)}), r"reward_weights must have some of the names a, .*'b'"),
+        (({"a": "math"}, (), {"share": True}), r"reward_kwargs must have some of the names a, as"),
         (({"a": ["math", "code"]}, {"a": (1.0,)}), r"environment 'a': reward_weights must be one"),
-        (({"a": {"b": "math"}},), r"environment 'a': reward must be a name, a function, an"),
+        (({"a": {"b": "math"}},), r"reward 'a' must be a name, a function or a list of them"),
         (({"a": "maths"},), r"environment 'a': reward must be one of .* did you mean math"),
         (({},), r"reward must be a mapping of one name or more"),
     ],
@@ -168,13 +169,13 @@ def test_tools_without_a_reward_are_refused():
     [
         (
             "digits",
-            "line 2: environment must name one of sum, digit, .*'digits'; did you mean digit",
+            "line 2: environment must name the row's .*sum, digit.*'digits'; did you mean digit",
         ),
         (
             None,
-            "the row has none: add the column .*data.environments, or add up several rewards as a",
+            "but it is None: add the column, set data.environments, or add up several rewards as a",
         ),
-        (3, "the row has 3: correct it, or name another column in data.environment_column"),
+        (3, "but it is 3: correct it, or set data.environment_column"),
     ],
 )
 def test_rows_without_a_known_name_are_refused(name, message):

@@ -38,7 +38,8 @@ def run(config, **options):
 
 def test_a_mixed_run_logs_each_by_its_name(tmp_path: Path):
     rollout, every = nemorl.RolloutConfig(discount=0.5), {"samples_per_step": 24}
-    config = grpo_config(tmp_path, steps=1, run=every, rollout=rollout)
+    few = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2}
+    config = grpo_config(tmp_path, steps=1, run=every, rollout=rollout, **few)
     result = run(config, validation=mixed(4))
     assert {line["phase"] for line in result.history} == {"train", "validation"}
     for line in result.history:

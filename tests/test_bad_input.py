@@ -618,19 +618,9 @@ REWARDS = [
         {"a": "exact_match"},
     ),
     reward(
-        r"must have some of the names a, as reward has, but it is \(1\.0,\): give rewards that",
-        {"a": "exact_match"},
-        reward_weights=(1.0,),
-    ),
-    reward(
         r"must have names that rows choose, which name a, but it is \['b'\]: remove it",
         {"a": "exact_match", "b": "math"},
         data={"environments": ("a",)},
-    ),
-    reward(
-        r"line 1: environment must name the row's .*'maths'; did you mean math\?",
-        {"math": "exact_match"},
-        data={"environments": ("maths",)},
     ),
     reward(
         r"data\.environments must be as many as there are sets \(1\), but it is \('a', 'b'\)",

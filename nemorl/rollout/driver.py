@@ -19,7 +19,6 @@ from nemorl.rollout.conversation import (
     Limits,
     Prompts,
 )
-from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.episodes import (
     Environment,
     check_environment,
@@ -225,7 +224,7 @@ class Driver:
         return [place for place in failed if left[place[0]] < min(2, self.sampling.n)]
 
 
-def _calls(judge: EnvironmentInterface | None) -> BatchCalls | None:
+def _calls(judge: Any) -> BatchCalls | None:
     if judge is None:
         return None
     step, alone = f"{named(judge)}: step", getattr(judge, "each_alone", False)

@@ -8,10 +8,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from nemorl.checks import closest, require
 from nemorl.data.rows import ENVIRONMENT as COLUMN
-from nemorl.data.rows import for_rows
+from nemorl.data.rows import Row, for_rows
 from nemorl.data.templates import ROLES, Message
 from nemorl.rollout.calls import ENVIRONMENT, exit_is_error, is_async, name_of
 from nemorl.rollout.cohort import Cohort
+from nemorl.rollout.context import require_readable
 from nemorl.rollout.conversation import DEFAULT_TURNS, ContextFull, Episode, Outcome, Policy
 from nemorl.rollout.environment import (
     EnvironmentInterface,
@@ -80,7 +81,7 @@ def name_in(row: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def parts_of(environment: Environment) -> Mapping[Any, Any]:
+def parts_of(environment: Any) -> Mapping[Any, Any]:
     """Return environments by name, one for all rows by None."""
     return environment.environments if isinstance(environment, ByRow) else {None: environment}
 
@@ -92,6 +93,27 @@ def places_of(environment: Environment, rows: Iterable[Mapping[str, Any]]) -> di
         name = environment.of(row) if isinstance(environment, ByRow) else None
         found.setdefault(name, []).append(place)
     return found
+
+
+def with_environment_tools(
+    environment: Any, rows: Sequence[Mapping[str, Any]], tokenizer: Any
+) -> Sequence[Mapping[str, Any]]:
+    """Return rows with their environment's tools, if it has any, in place of their own.
+
+    Raises: ValueError for tools whose calls can't be read in the chat template's format.
+    """
+    parts = parts_of(environment).items()
+    found = {name: list(tools) for name, each in parts if (tools := getattr(each, "tools", ()))}
+    for tools in found.values():
+        has = getattr(tokenizer, "chat_template", None)
+        require_readable(has and tokenizer.get_chat_template(tools=tools))
+
+    def shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        (name,) = places_of(environment, [row])
+        own = {"tools": found[name]} if name in found else {}
+        return Row({**row, **own}, origin=getattr(row, "origin", ""))
+
+    return for_rows(rows, shown) if found else rows
 
 
 def check_environment(environment: Any) -> None:

@@ -7,11 +7,8 @@ from inspect import Parameter
 from types import MethodType
 from typing import Any
 
-from nemorl.data.rows import Row, for_rows
 from nemorl.data.templates import Message
-from nemorl.rollout.context import require_readable
 from nemorl.rollout.conversation import ContextFull, ConversationFailed, Outcome, Policy
-from nemorl.rollout.episodes import parts_of, places_of
 
 NOT_TOOLS = ("reset", "get_reward", "close", "check")
 """Public methods that are no tools."""
@@ -54,27 +51,6 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
                 f" `Args:` describes each of them ({error}): add them"
             ) from None
     return found
-
-
-def with_tools_of(
-    environment: Any, rows: Sequence[Mapping[str, Any]], tokenizer: Any
-) -> Sequence[Mapping[str, Any]]:
-    """Return rows with their environment's tools, if it has any, in place of their own.
-
-    Raises: ValueError for tools whose calls can't be read in the chat template's format.
-    """
-    parts = parts_of(environment).items()
-    found = {name: list(tools) for name, each in parts if (tools := getattr(each, "tools", ()))}
-    for tools in found.values():
-        has = getattr(tokenizer, "chat_template", None)
-        require_readable(has and tokenizer.get_chat_template(tools=tools))
-
-    def shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        (name,) = places_of(environment, [row])
-        own = {"tools": found[name]} if name in found else {}
-        return Row({**row, **own}, origin=getattr(row, "origin", ""))
-
-    return for_rows(rows, shown) if found else rows
 
 
 async def use_tools(

@@ -26,8 +26,7 @@ from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import Failure, Prompts, messages_of, text_of
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment, check_limits, make_environment
-from nemorl.rollout.environments.tools import with_tools_of
-from nemorl.rollout.episodes import ByRow
+from nemorl.rollout.episodes import ByRow, with_environment_tools
 from nemorl.rollout.evaluation import METRICS, summaries
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
@@ -421,7 +420,7 @@ def _loaded(
         model.chat_template_kwargs,
     )
     warn_of_strings(rows, tokenizer)
-    token_ids = to_prompts(with_tools_of(environment, rows, tokenizer), tokenizer)
+    token_ids = to_prompts(with_environment_tools(environment, rows, tokenizer), tokenizer)
     backend: Any = get_generation_backend(config.generation.backend)
     if traits.embedded and traits.shares_model and of_model is not None:
         proofs_of(of_model, quiet=False)  # the engine looks whether it may keep the past

@@ -20,6 +20,7 @@ from nemorl.checks import require
 from nemorl.rollout.user_code import function_of, same_function
 from nemorl.runtime.config.spellings import advice, algorithm_hint, meaning_of, means_another, table
 from nemorl.runtime.config.yaml_io import SECRET, ConfigError, Trust, dump, read, without_secrets
+from nemorl.runtime.config.yaml_io import texts_in as texts_in
 
 Section = TypeVar("Section", bound="OwnFunction")
 

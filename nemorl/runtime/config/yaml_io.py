@@ -264,10 +264,9 @@ def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
         named = [name for name in names if ":" in name or setting == "generation.python"]
         if setting.endswith("trust_remote_code"):
             named, words = ["the code that comes with the model"], []
-        elif isinstance(value, Mapping) and setting in BY_ROW:
-            words = [json.dumps(value, default=str)]
         elif isinstance(value, Mapping):
-            named = [key for key, each in value.items() if key not in WORDS and _may_name(each)]
+            if setting not in BY_ROW:
+                named = [key for key, each in value.items() if key not in WORDS and _may_name(each)]
             words = [json.dumps(without_secrets(value), default=str)]
         if value and named:
             found[setting] = (", ".join(named), [f"--{setting}".replace("_", "-"), *words])

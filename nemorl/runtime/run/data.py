@@ -24,8 +24,7 @@ from nemorl.data.statistics import Lengths
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
-from nemorl.rollout.environments.tools import with_tools_of
-from nemorl.rollout.episodes import ByRow
+from nemorl.rollout.episodes import ByRow, with_environment_tools
 from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
 
 Rows = Any
@@ -158,7 +157,7 @@ def tokenised_prompts(
         answer,
         "leave room for the prompt; SFT that validates on questions samples answers, too",
     )
-    prompts = to_prompts(with_tools_of(environment, rows, tokenizer), tokenizer)
+    prompts = to_prompts(with_environment_tools(environment, rows, tokenizer), tokenizer)
     _warn_of_unknown(first_of(rows), first_of(prompts), tokenizer)
     tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
     rollout = getattr(config, "rollout", RolloutConfig())

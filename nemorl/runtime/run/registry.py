@@ -18,8 +18,7 @@ from nemorl.rollout.user_code import check_function
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.offline import DPOConfig, SFTConfig
-from nemorl.runtime.config.tree import add_own
-from nemorl.runtime.config.yaml_io import texts_in
+from nemorl.runtime.config.tree import add_own, texts_in
 from nemorl.runtime.engines import spec as engines
 
 if TYPE_CHECKING:

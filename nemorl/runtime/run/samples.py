@@ -15,7 +15,6 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.advantages import informative_groups
 from nemorl.rollout.collect import Rollouts, select, turn_returns
 from nemorl.rollout.conversation import Conversation, Failure, examples_of, segments_of
-from nemorl.rollout.episodes import name_in
 from nemorl.runtime.config.base import BaseConfig
 
 Samples = list[dict[str, Any]]
@@ -67,8 +66,8 @@ def by_set(rollouts: Rollouts, names: Sequence[str]) -> dict[str, float]:
     several = len(names) > 1 or len({*sets}) > 1
     members: dict[str, list[int]] = {}
     for i, (row, name) in enumerate(zip(rollouts.rows, sets, strict=True)):
-        named = [name] * several + [name_in(row)]
-        for part in {each for each in named if each is not None}:
+        named = [name] * several + [row.get("environment")]
+        for part in {each for each in named if isinstance(each, str)}:
             members.setdefault(part, []).append(i)
     return {
         f"{name}/{metric}": value

@@ -307,7 +307,9 @@ class Prompts:
     limits: Limits = Limits()
     """Of the conversations about them."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Of the environment, which `token_ids` have instead of the rows' own: set by the driver."""
+    """Of the environment, which `token_ids` have instead of the rows' own."""
+    shows_tools: bool = False
+    """Whether each row's `token_ids` have the tools of its environment, if that has any."""
 
     def __post_init__(self) -> None:
         for name in ("token_ids", "groups") if self.groups else ("token_ids",):

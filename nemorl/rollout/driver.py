@@ -201,10 +201,11 @@ class Driver:
     ) -> list[Conversation]:
         """Return the conversations of one environment."""
         environment = parts_of(self.environment)[name]
+        tools = getattr(environment, "tools", ()) if prompts.shows_tools else prompts.tools
         cohort = Cohort(
             generator=self.generator,
             awake=self._awake,
-            prompts=replace(prompts, tools=getattr(environment, "tools", ())),
+            prompts=replace(prompts, tools=tools),
             sampling=self.sampling,
             seed=self.seed,
             name=named(environment),

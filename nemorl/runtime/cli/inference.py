@@ -435,7 +435,8 @@ def _loaded(
         known = (of_model and max_positions(of_model), config.generation.max_model_len)
         longest = min((each for each in known if each), default=None)
         limits = getattr(config, "rollout", RolloutConfig()).limits(longest)
-        yield Prompts(rows, token_ids, tokenizer=tokenizer, limits=limits), generator
+        made: Any = {"tokenizer": tokenizer, "limits": limits, "shows_tools": True}
+        yield Prompts(rows, token_ids, **made), generator
     finally:
         generator.shutdown()
 

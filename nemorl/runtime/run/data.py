@@ -162,7 +162,7 @@ def tokenised_prompts(
     tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
     rollout = getattr(config, "rollout", RolloutConfig())
     limits = rollout.limits(longest)
-    return Prompts(kept, tokens, tokenizer=tokenizer, limits=limits), lengths
+    return Prompts(kept, tokens, tokenizer=tokenizer, limits=limits, shows_tools=True), lengths
 
 
 def _warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Any) -> None:

@@ -47,8 +47,9 @@ def gaps(made: DTensorBackend, generator: Any, seed: int) -> tuple[float, float]
     mask = batch.loss_mask
     rows = [ids[:end].tolist() for ids, end in zip(batch.input_ids, batch.lengths, strict=True)]
     scored = blocking(generator.score(rows)).token_logprobs
-    for scores, own, ours in zip(scored, found[0], mask.numpy(), strict=True):
-        assert scores[ours[: len(scores)]] == pytest.approx(own[ours].numpy(), abs=1e-4)
+    sampled = batch.generation_logprobs.numpy()
+    for scores, own, ours in zip(scored, sampled, mask.numpy(), strict=True):
+        assert scores[ours[: len(scores)]] == pytest.approx(own[ours], abs=1e-4)
     own, reference = ((each - batch.generation_logprobs)[mask].abs().max() for each in found)
     return float(own), float(reference)
 

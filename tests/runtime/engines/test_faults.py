@@ -85,8 +85,11 @@ def test_interrupted_it_drops_everything_and_can_go_on(whole):
 def sampled(made: Toys, asked, begin=lambda: None):
     """The answers to requests that come from an event loop, or their errors."""
 
+    async def answer(one):
+        return (await made.replicas.answers([one]))[0]
+
     async def main():
-        tasks = [asyncio.ensure_future(made.replicas.answers([one])) for one in asked]
+        tasks = [asyncio.ensure_future(answer(one)) for one in asked]
         await asyncio.sleep(0.1)
         begin()
         return await asyncio.gather(*tasks, return_exceptions=True)

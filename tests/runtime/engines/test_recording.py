@@ -187,7 +187,7 @@ def as_on_a_gpu(engines: Any, *, spec: Any) -> Any:
             return cls()
 
         def collective_rpc(self, method: Any, args: Any = ()) -> list[Any]:
-            return {"nemorl_uuid": [""], "nemorl_expert_layers": [[1, 3]]}[method]
+            return {"nemorl_uuid": [""], "nemorl_expert_layers": [[1, 3]]}.get(method, [])
 
         def add_request(self, name: str, *args: Any, **options: Any) -> str:
             self.name = name
@@ -200,7 +200,8 @@ def as_on_a_gpu(engines: Any, *, spec: Any) -> Any:
                 token_ids=[5], logprobs=logprobs, cumulative_logprob=-1.0, finish_reason="length",
                 weight_versions=(), routed_experts=experts if made[-1] else None,
             )  # fmt: skip
-            return [SimpleNamespace(request_id=self.name, outputs=[part])]
+            found = {"request_id": self.name, "outputs": [part], "prompt_logprobs": None}
+            return [SimpleNamespace(**found)]
 
     on_cpu = mock.patch.object(type(current_platform), "is_cpu", lambda self: False)
     with mock.patch.object(vllm, "LLMEngine", Fake), on_cpu:

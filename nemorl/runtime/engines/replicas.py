@@ -20,7 +20,6 @@ import ray
 import torch
 
 from nemorl.checks import require, warn
-from nemorl.models.tensor_files import WeightsDiffer
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import InFlight, Weights, WeightSource
 from nemorl.runtime.engines.engine import EngineActor, environment
@@ -337,7 +336,6 @@ class Supply:
         self._version = 0
         self.sending = threading.RLock()
         """Held while weights are sent."""
-        self._told: set[str] = set()
         self._based = set[Any]()
         """Processes that have the weights without adapters."""
         self.transport: Transport | None = None
@@ -379,21 +377,6 @@ class Supply:
             processes = [one for id in lacking if (one := self._processes.running.get(id))]
             if processes:
                 self._send({one.id.rank: one for one in processes})
-
-    def others(self) -> None:
-        """Send weights to replicas that came back. A failure but WeightsDiffer is a warning while
-        another has weights.
-        """
-        try:
-            self.now()
-        except Exception as error:
-            if isinstance(error, WeightsDiffer) or not self._router.state.supplied:
-                raise
-            if str(error) not in self._told:
-                self._told.add(str(error))
-                warn_softly(
-                    f"nemorl keeps trying to send weights to a replica that came back: {error}"
-                )
 
     def _send(self, processes: dict[int, EngineProcess]) -> None:
         alone = self.spec.adapter_rank or self.spec.pipeline_parallel_size > 1
@@ -503,7 +486,7 @@ class Replicas:
                 if self._open:
                     await asyncio.to_thread(router.check)
                 if self._open and router.state.lacking:  # the event loop must go on
-                    await asyncio.wrap_future(started(self.supply.others, self._device))
+                    await asyncio.wrap_future(started(self.supply.now, self._device))
             except asyncio.CancelledError:
                 raise
             except BaseException as error:

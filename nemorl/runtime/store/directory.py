@@ -415,8 +415,6 @@ class RunRecord:
     """Short and unique, kept when the run is resumed."""
     algorithm: str
     """Its registered name, or `script_with` a config."""
-    script: str = ""
-    """Name of the file that began it, if any."""
     status: Status = "running"
     error: str | None = None
     total_steps: int | None = None
@@ -433,8 +431,7 @@ class RunRecord:
         cls, directory: RunDirectory, *, algorithm: str, previous: "RunRecord | None" = None
     ) -> "RunRecord":
         """Write and return the record of a run that this process begins or resumes."""
-        new = cls(run_id=secrets.token_hex(4), algorithm=algorithm, script=script_name())
-        record = previous or new
+        record = previous or cls(run_id=secrets.token_hex(4), algorithm=algorithm)
         sessions = (*record.sessions, round(time.time(), 3))
         here: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "sessions": sessions}
         record = replace(record, status="running", error=None, ended=None, **here)
@@ -476,25 +473,15 @@ def script_with(config: type) -> str:
     return f"a script with {config.__name__}"
 
 
-def script_name() -> str:
-    """Return the script's name, "" without one."""
-    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").name
-
-
 def check_algorithm(directory: RunDirectory, *expected: str) -> None:
-    """Raise ValueError where a run is of none of the `expected` algorithms; warn where another
-    script resumes it.
-    """
+    """Raise ValueError where a run is of none of the `expected` algorithms."""
     record = RunRecord.read(directory)
     found = expected[0] if record is None else record.algorithm
-    of_script, here = found.startswith("a script "), script_name()
     command = f"nemorl {found} --run.dir {directory.path} --run.resume resumes it"
     require(
         found in expected,
         "run.dir",
         f"must be the folder of a run of {' or '.join(expected)}",
         f"one of {found}",
-        "resume it with that script" if of_script else command,
+        "resume it with that script" if found.startswith("a script ") else command,
     )
-    if record and of_script and record.script not in ("", here) and here:
-        warn(f"{here} resumes a run of {record.script}: its loop must take the same steps")

@@ -1,12 +1,11 @@
 import os
 import time
-import warnings
 from dataclasses import replace
 
 import psutil
 import pytest
 
-from nemorl.runtime.store.directory import RunDirectory, RunRecord, check_algorithm, script_with
+from nemorl.runtime.store.directory import RunDirectory, RunRecord
 from tests.runtime.runs import grpo_config, start
 
 
@@ -51,16 +50,3 @@ def test_a_killed_process_leaves_an_interrupted_run(directory):
 def test_a_damaged_record_is_none(directory, text):
     directory.record.write_text(text)
     assert RunRecord.read(directory) is None
-
-
-def test_another_script_is_warned_of(directory, monkeypatch):
-    monkeypatch.setattr("nemorl.runtime.store.directory.script_name", lambda: "a.py")
-    RunRecord.begin(directory, algorithm=script_with(int))
-    check_algorithm(directory, script_with(int))
-    monkeypatch.setattr("nemorl.runtime.store.directory.script_name", lambda: "b.py")
-    with pytest.warns(UserWarning, match=r"b\.py resumes a run of a\.py"):
-        check_algorithm(directory, script_with(int))
-    RunRecord.begin(directory, algorithm="sft")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_algorithm(directory, "sft")

@@ -9,9 +9,7 @@ import pytest
 import ray
 import torch
 
-from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.generation import WeightSource
-from nemorl.runtime.engines.spec import Scoring
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.toys import MODEL, Toys, process, requests, toys
 from tests.runtime.workers.processes import eventually, soon_gone
@@ -57,16 +55,6 @@ def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, harm, message
     measured = whole.replicas.metrics()
     assert [measured[f"replica_{rank}/restarts"] for rank in (0, 1)] == [1, 0]
     assert soon_gone(lost)
-
-
-def test_what_a_lost_replica_had_to_score_is_scored_by_the_other(whole):
-    asked = [((2, 3 + i), Scoring(top_k=0, kind=LogprobKind())) for i in range(40)]
-    whole.fault("step", 0, "die")
-    with pytest.warns(UserWarning, match="replica 0 is started again"):
-        found = whole.replicas.generate(asked)
-    assert [one.token_ids[:, 0].tolist() for (one,) in found] == [[*ids] for ids, _ in asked]
-    measured = whole.replicas.metrics()
-    assert [measured[f"replica_{rank}/restarts"] for rank in (0, 1)] == [1, 0]
 
 
 @pytest.mark.slow

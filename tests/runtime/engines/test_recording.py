@@ -26,7 +26,6 @@ from tests.runtime.engines.shared import (
     LONG,
     SharedEngine,
     begin_all,
-    count_preemptions,
     hold,
     log_folder,
     raised,
@@ -75,20 +74,6 @@ def test_the_experts_of_each_token_are_those_of_transformers(kind, settings, lay
         for sample in answer.samples:
             assert sample.routed_experts.shape[1] == layers
             assert_chosen(sample, chosen(model, prompt, sample))
-
-
-@pytest.mark.slow
-def test_a_cache_too_small_for_all_changes_no_experts():
-    """Requests that lose their blocks are computed again."""
-    model, size = mixture(), 17 * 2 * 2 * 2 * 32 * 32 * 4  # two long sequences and a bit
-    engine = SharedEngine(model, records_experts=True, engine={"kv_cache_memory_bytes": size})
-    engine.do(count_preemptions)
-    prompts = random_prompts(5, longest=60)
-    calls = [engine.begin(prompt, n=2, max_new_tokens=150) for prompt in prompts]
-    for prompt, answer in zip(prompts, ray.get(calls), strict=True):
-        for sample in answer.samples:
-            assert_chosen(sample, chosen(model, prompt, sample))
-    assert engine.do(lambda engines: engines.dropped) > 0
 
 
 @pytest.mark.slow

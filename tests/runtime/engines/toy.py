@@ -10,12 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nemorl.models.tensor_files import tensor_checksum
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.engines.engine import EngineActor
-from nemorl.runtime.engines.spec import EngineSpec, Sample, Scored, Scoring
+from nemorl.runtime.engines.spec import EngineSpec, Sample
 from nemorl.runtime.engines.weights import unpacked
 
 RANK = 0
@@ -64,12 +62,7 @@ class ToyEngine:
     def busy(self) -> bool:
         return self.usable and bool(self.requests)
 
-    def add(self, id: int, prompt: tuple[int, ...], params: SamplingParams | Scoring) -> None:
-        if isinstance(params, Scoring):  # a step for each token
-            ids = np.array(prompt)[:, None]
-            scored = Scored(token_ids=ids, logprobs=-ids / 7, policy_version=self.version)
-            self.requests[id] = (scored,), 0
-            return
+    def add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
         samples = tuple(
             answer(prompt, params, self.weights, self.version, j) for j in range(params.n)
         )

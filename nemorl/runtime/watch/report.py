@@ -75,7 +75,8 @@ class Gathered:
         self.outcomes = [row for file in judged for row in read_lines(file, {"reward": is_number})]
         self.receipts = verify_run(path)
         self.status = self.record.present_status if self.record else "unknown"
-        self.seconds = working_seconds(self.record, self.metrics, now=self.now)
+        times = [line["seconds"] for line in self.metrics if is_number(line.get("seconds"))]
+        self.seconds = sum(times)  # of its steps
         sizes = directory.sample_sizes()
         # Step → responses, with `pieces`: the text of each token, if known.
         self.samples = directory.read_samples({*_spread(sizes), *(sizes.keys() & {sample_step})})
@@ -102,21 +103,6 @@ def _spread(sizes: Mapping[int, int]) -> list[int]:
     steps, size = [*sizes], sum(sizes.values())
     count = min(len(steps), max(2, len(steps) * SAMPLE_BYTES // max(1, size)))
     return [steps[round(place * (len(steps) - 1) / max(1, count - 1))] for place in range(count)]
-
-
-def working_seconds(
-    record: RunRecord | None, metrics: Sequence[Mapping[str, Any]], *, now: float
-) -> float:
-    """Return how long processes worked on a run."""
-    times = [line["time"] for line in metrics]
-    if record is None or not record.sessions:
-        return max(times) - min(times) if times else 0.0
-    end = now if record.present_status == "running" else record.ended
-    times += [end] if end else []
-    total = 0.0
-    for start, following in zip(record.sessions, [*record.sessions[1:], float("inf")], strict=True):
-        total += max((each for each in times if start <= each < following), default=start) - start
-    return total
 
 
 def _add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path) -> None:

@@ -1,13 +1,12 @@
 import shutil
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.runtime.store.directory import RunDirectory, RunRecord
-from nemorl.runtime.watch.report import Gathered, pieces, working_seconds
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.watch.report import Gathered, pieces
 from tests.runtime.runs import grpo_config, start
 from tests.tiny_models import tiny_tokenizer
 
@@ -31,17 +30,6 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "sums"
     start(grpo_config(folder, steps=4))
     return RunDirectory.open(folder)
-
-
-def test_everything_of_a_run(run):
-    found = Gathered(run.path)
-    assert (found.name, found.status, found.step) == ("sums", "finished", 4)
-    assert found.config["max_num_steps"] == 4 and "environment" not in found.config
-    assert "torch" in found.environment and found.seconds > 0
-    assert list(found.samples) == [1, 2, 3, 4] and found.sample_steps == 4
-    assert any(line["event"] == "train_begin" for line in found.log)
-    assert found.changed["max_num_steps"] == 100
-    assert "num_generations_per_prompt" in found.changed and "run.seed" not in found.changed
 
 
 def test_tokens_of_the_samples_have_their_text(run):
@@ -74,16 +62,3 @@ def test_a_part_that_is_missing_or_damaged_is_left_out(run, tmp_path, missing, d
     assert found.name == "copy"
     if missing == "run.json":
         assert found.status == "unknown"
-
-
-def test_time_is_that_of_the_processes():
-    record = RunRecord(
-        run_id="3f9a01bc", algorithm="sft", status="finished", sessions=(100.0, 500.0), ended=560.0
-    )
-    metrics = [{"time": moment} for moment in (110.0, 130.0, 510.0, 550.0)]
-    killed = replace(record, status="interrupted", ended=None)
-    for one, lines, expected in (
-        *((record, metrics, 30 + 60), (killed, metrics, 30 + 50), (None, metrics, 440)),
-        *((record, [], 60), (None, [], 0)),
-    ):
-        assert working_seconds(one, lines, now=9999.0) == expected

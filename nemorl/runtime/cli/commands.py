@@ -222,10 +222,7 @@ def _print_runs(runs: Sequence["Gathered"]) -> None:
     table = _table("run", "status", "step", *names, box=None)
     for run in runs:
         found = [ends(course_of(run.metrics, name)) for name in names]
-        values = [
-            f"{number(end['first'], name)} → {number(end['last'], name)}" if end else ""
-            for name, end in zip(names, found, strict=True)
-        ]
+        values = [f"{number(end['first'])} → {number(end['last'])}" if end else "" for end in found]
         table.add_row(Text(run.name), run.status, str(run.step), *values)
     Console().print(table)
 

@@ -103,7 +103,7 @@ def panel(axes: Axes, name: str, *courses: Course) -> None:
         axes.set_ylim(bottom=0, top=1.1 * greatest or 1.0)
     axes.ticklabel_format(axis="y", useOffset=False)
     if not 1e-3 <= greatest < 1e4:
-        axes.yaxis.set_major_formatter(lambda value, _: number(value, name))
+        axes.yaxis.set_major_formatter(lambda value, _: number(value))
     if name.startswith("token_mult_prob_error"):  # rounding errors look flat
         top = max(1.01, greatest)
         axes.set_ylim(1 - 0.05 * (top - 1), 1 + 1.1 * (top - 1))

@@ -148,7 +148,7 @@ class PlainDisplay(Display):
         self._print(f"{self._line(metrics, done)}  {trainer.directory or ''}".rstrip())
 
     def _line(self, metrics: dict[str, float], *words: str) -> str:
-        shown = {name: number(metrics[name], name) for name in headline(metrics)}
+        shown = {name: number(metrics[name]) for name in headline(metrics)}
         shown.pop("trainer/memory_gb", None)
         last = [name for name in ("tokens_per_second", "trainer/mfu") if name in shown]
         speed = [f"{shown.pop(name):>5} {LABELS[name]}" for name in last]
@@ -243,7 +243,7 @@ class LiveDisplay(Display):
         cells = [
             (
                 Text(LABELS[name], style="dim"),
-                Text(f"{number(value, name):>8}", style="bold"),
+                Text(f"{number(value):>8}", style="bold"),
                 Text(f"{sparkline(list(self.courses[name]), spark):<{spark}}", style="cyan"),
             )
             for name, value in self.latest.items()

@@ -180,21 +180,17 @@ def headline(*lines: Mapping[str, Any]) -> list[str]:
     return [name for name in shown if name != "loss" or "reward" not in shown]
 
 
-def number(value: float, metric: str = "") -> str:
+def number(value: float) -> str:
     """Write a number with three significant digits; zeros at the end only where it was rounded.
-
-    metric: its name; lr is written without units.
 
     >>> [number(x) for x in (0.5, 0.50001, 999.9, 12345, 1e6, -0.01234, 3e-5, 0, float("nan"))]
     ['0.5', '0.500', '1000', '12.3k', '1M', '-0.0123', '3e-5', '0', 'nan']
-    >>> number(1e6, "lr"), number(0.001, "lr")
-    ('1e6', '0.001')
     """
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
     rounded = float(f"{value:.3g}")
-    exact, most = math.isclose(rounded, value, rel_tol=1e-6), 1e3 if metric == "lr" else 1e15
-    if not 1e-3 <= abs(rounded) < most:
+    exact = math.isclose(rounded, value, rel_tol=1e-6)
+    if not 1e-3 <= abs(rounded) < 1e15:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     if 1e3 <= abs(rounded) < 1e4:

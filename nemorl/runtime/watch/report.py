@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -522,7 +521,4 @@ def _moment(seconds: float) -> str:
 def _setting(value: Any) -> str:
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, float) and math.isfinite(value):
-        text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
-        return re.sub(r"e([-+])0*", lambda match: "e" + match[1].strip("+"), text)
     return "none" if value is None else json.dumps(to_json(value), ensure_ascii=False)

@@ -16,7 +16,7 @@ from rich.console import Console
 from nemorl.runtime.watch import display
 from nemorl.runtime.watch.callbacks import Callback, closing
 from nemorl.runtime.watch.display import LiveDisplay, PlainDisplay, make_display
-from nemorl.runtime.watch.metrics import LABELS, duration, number
+from nemorl.runtime.watch.metrics import LABELS, number
 from tests.runtime.tiny import tiny_run
 
 METRICS = {
@@ -84,14 +84,6 @@ def test_numbers_have_three_significant_digits(value):
     units = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
     read = float(text[:-1]) * units[text[-1]] if text[-1] in units else float(text)
     assert read == pytest.approx(value, rel=0.00501)
-
-
-@given(st.integers(0, 10**6))
-def test_durations_can_be_read_back(seconds):
-    days, _, rest = duration(seconds).rpartition("d ")
-    parts = reversed([int(part) for part in rest.split(":")])
-    clock = sum(part * 60**power for power, part in enumerate(parts))
-    assert clock + 86400 * int(days or 0) == seconds
 
 
 def test_plain_lines_say_it_all_and_are_aligned(clock):

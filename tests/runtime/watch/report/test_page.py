@@ -181,7 +181,7 @@ def test_runs_side_by_side(run, tmp_path, capsys):
         text.strip() for _, text in page.texts
     }
     rows = [row.split() for row in page.text.split("Settings that differ")[1].splitlines()]
-    assert ["optimizer.lr0.011e-6"] in rows, "and not run.dir"
+    assert ["optimizer.lr0.011e-06"] in rows, "and not run.dir"
     assert [part["name"] for part in page.data["runs"]] == ["sums", "slower"]
     reward = page.data["curves"][0]["courses"]
     assert [course[0] for course in reward] == ["sums", "sums", "slower", "slower"]

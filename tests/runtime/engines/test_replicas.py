@@ -99,22 +99,6 @@ def test_a_run_with_kills_at_random_times_ends_like_one_without(tmp_path):
     assert len(kills.timers) == count
 
 
-@pytest.mark.slow
-def test_a_resumed_run_has_the_tokens_of_an_unbroken_one(tmp_path):
-    ray_cpus()
-
-    def tokens(folder: str, *ends: int) -> list[float]:
-        for steps in ends:
-            with shared_replicas():
-                run = {"resume": steps != ends[0]}
-                config = grpo_config(tmp_path / folder, steps=steps, generation=VLLM, run=run)
-                history = start(config, **SIZES).history
-        both = ("generation/replica_0/tokens", "generation/replica_1/tokens")
-        return [sum(line[name] for name in both) for line in history]
-
-    assert tokens("resumed", 1, 2) == tokens("unbroken", 2)
-
-
 GPU, OTHER, FAR, NONE = (
     Place(node, "host", 1, gpus)
     for node, gpus in [("node", ("0",)), ("node", ("1",)), ("other", ("0",)), ("other", ())]

@@ -2,12 +2,10 @@
 `python -m tests.runtime.workers.drivers NAME`.
 """
 
-import asyncio
 import json
 import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from nemorl.runtime.workers.cluster import (
     RayClusterError,
     RayVirtualCluster,
 )
-from nemorl.runtime.workers.environments import RayWorkers
 from nemorl.runtime.workers.worker import RayWorkerGroup
 from tests.runtime.workers.conftest import TARGET
 
@@ -99,25 +96,6 @@ def set_aside() -> None:
         answers=served,
         hosts=sorted({host.removeprefix("::ffff:") for host, _ in listening}),
     )
-
-
-class Numbered:
-    def pid(self) -> int:
-        return os.getpid()
-
-
-def started_in_a_loop() -> None:
-    """Two event loops, each in a thread that ends, have a process for an environment."""
-
-    async def pid() -> int:
-        async with RayWorkers(1, {}).room(Numbered, Numbered) as made:
-            return await (await made()).pid()
-
-    def in_thread() -> int:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(lambda: asyncio.run(pid())).result()
-
-    show(processes=[in_thread(), in_thread()])
 
 
 if __name__ == "__main__":

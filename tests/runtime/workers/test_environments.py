@@ -32,7 +32,7 @@ from nemorl.runtime.workers.worker import Worker
 from tests.ray_session import ray_cpus
 from tests.rollout.chats import call, played
 from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Batched
-from tests.runtime.workers.processes import driver, facts_of, soon_gone
+from tests.runtime.workers.processes import soon_gone
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -311,13 +311,6 @@ def test_a_process_that_is_long_in_coming_is_shown_and_says_where_it_is(monkeypa
     asyncio.run(RayWorkers(1, {})._started(process))
     assert messages == ["waiting for a process of rollout.workers for 0.1 s (1 conversation)"]
     assert str(process._failure()) == "the process (process 7 on there) is lost"
-
-
-@pytest.mark.slow
-def test_ray_lasts_longer_than_the_event_loop_that_started_it(forked):
-    with driver(forked, "started_in_a_loop") as process:
-        facts = facts_of(process)
-    assert len({*facts["processes"]}) == 2
 
 
 def in_two_loops(work) -> None:

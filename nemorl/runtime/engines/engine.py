@@ -480,9 +480,6 @@ def _reason(error: BaseException) -> str:
         )
     elif "root cause" in text and (cause := _last_error(Path("/proc/self/fd/1"))):
         text = cause
-    if "Chunked prefill is required for mamba" in text:
-        text += " Set generation.engine's enable_prefix_caching to false, or use"
-        text += " generation.backend torch"
     return text if len(text) < 500 else f"{text[:500]} …"  # some list all names that are right
 
 

@@ -31,8 +31,8 @@ from nemorl.runtime.store.files import raised
 if TYPE_CHECKING:
     from nemorl.runtime.ranks.actors import RayRanks
 
-SHUTDOWN_S, PROFILED_SHUTDOWN_S = 20.0, 120.0
-"""For ranks to end in order; the second where they may write a profile."""
+SHUTDOWN_S = 120.0
+"""For ranks to end in order, as they may write a profile."""
 Ranks: TypeAlias = "RayRanks | TorchrunRanks"
 
 
@@ -104,7 +104,6 @@ class RankedTrainer(InTurns):
     ) -> None:
         self._name, self._ranks = name, ranks or SharedRanks(start)
         self._model: nn.Module | None = None
-        self._shutdown_s = SHUTDOWN_S
         self._exports = 0
         self._cutting: tuple[Any, ...] = ()
         self.step = 0
@@ -114,7 +113,6 @@ class RankedTrainer(InTurns):
 
     def setup(self, config: BackendConfig) -> None:
         config, self._cutting = _findable(config), ()
-        self._shutdown_s = SHUTDOWN_S if config.profile.steps is None else PROFILED_SHUTDOWN_S
         try:
             self._ranks.open()
             self._call("setup", config)
@@ -225,7 +223,7 @@ class RankedTrainer(InTurns):
     def shutdown(self) -> None:
         self._model = None
         if not self._name:
-            self._ranks.end(self._shutdown_s, self.result)
+            self._ranks.end(SHUTDOWN_S, self.result)
         elif self._ranks.group is not None:
             self._call("release")
 

@@ -226,12 +226,7 @@ class RunDirectory:
 
     def truncate(self, step: int) -> None:
         """Remove what a resumed run writes again: all after `step`."""
-        kept = cut_lines(self.metrics, step, "the metrics", METRICS)
-        if step > 0 and step not in kept:
-            warn(
-                f"{self.metrics} must have a line of step {step}, which the run resumes from, but"
-                " has none: reports and plots will lack earlier steps"
-            )
+        cut_lines(self.metrics, step, "the metrics", METRICS)
         cut_lines(self.groups, step, "the groups")
         for file in self.samples.glob("steps_*.jsonl"):
             match = re.fullmatch(r"steps_\d+-(\d+)\.jsonl", file.name)

@@ -19,8 +19,6 @@ from nemorl.runtime.store.directory import RunDirectory, git_commit
 from nemorl.runtime.store.export import replacing
 from nemorl.runtime.store.files import NotWritten, write_atomically, writing
 
-LACKING = pytest.mark.filterwarnings("ignore:.*must have a line of step")
-
 
 def test_config_comes_with_its_environment(directory):
     config = yaml.safe_load(directory.config.read_text())
@@ -73,7 +71,6 @@ def test_metrics_are_lines_of_strict_json(directory):
     assert validation["phase"] == "validation" and validation["accuracy"] == 0.25
 
 
-@LACKING
 @given(st.lists(st.integers(0, 20), max_size=12), st.integers(-1, 20), st.text(max_size=30))
 def test_truncate_keeps_exactly_what_was_before(steps, step, torn):
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +85,6 @@ def test_truncate_keeps_exactly_what_was_before(steps, step, torn):
         assert directory.metrics.read_text() == kept, "bit for bit"
 
 
-@LACKING
 def test_samples_take_tensors_and_go_with_the_steps_after(directory):
     sample = {
         "tokens": torch.tensor([1, 2]),

@@ -54,16 +54,12 @@ class SignalWatch(Callback):
         self.silent += 1
         if self.silent.bit_count() > 1:
             return
-        advice = (
-            "does it tell good responses from bad ones? Harder prompts may help"
-            if metrics.get("accuracy") == 1
-            else "does it find the answers in the responses? Easier prompts, more responses per"
-            " prompt or some SFT first may help"
-        )
         warn(
             f"step {step}: {found}, so there was little or nothing to learn from the rewards"
             f"{'; weights and optimizer stay (num_updates 0)' * unchanged}; {self.silent} such"
-            f" steps so far. Look at samples/ and at the reward: {advice}"
+            " steps so far. Look at samples/ and at the reward: does it find the answers in the"
+            " responses, and tell good ones from bad ones? Easier or harder prompts, more responses"
+            " per prompt or some SFT first may help"
         )
 
 

@@ -11,7 +11,6 @@ import os
 import pickle
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -415,8 +414,6 @@ class WeightSender:
     transport: str = "auto"
     processes: int = 1
     timeout_s: float = 300.0
-    left_s: float = math.inf
-    """Seconds that engines may still take for an update, while other ranks wait."""
     version: int = 0
     failed: dict[int, str] = field(default_factory=dict)
     """Why engines failed, also where the trainer's end of a transfer hangs."""
@@ -444,7 +441,6 @@ class WeightSender:
         checked = self._noted(checked, sent) if sends else checked
         try:
             if transport.name == "cuda_ipc" and several:
-                self = replace(self, left_s=self.timeout_s)
                 opened = bool(ranks[dist.get_rank()].cards & cards_of(places))
                 self._send_on_gpus(checked, weights, transport, opened=opened)
             elif transport.name in WAYS_OF_GPUS:
@@ -517,9 +513,7 @@ class WeightSender:
         """Return the calls' results by rank. Raises EnginesFailed."""
         import ray
 
-        limit_s, began = max(0.0, min(self.left_s, self.timeout_s)), time.monotonic()
-        ready, _ = ray.wait([*calls.values()], num_returns=len(calls), timeout=limit_s)
-        self.left_s -= time.monotonic() - began
+        ready, _ = ray.wait([*calls.values()], num_returns=len(calls), timeout=self.timeout_s)
         results, reasons = dict[int, Any](), dict[int, str]()
         for rank, call in calls.items():
             try:

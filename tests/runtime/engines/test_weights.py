@@ -206,19 +206,6 @@ def test_engines_that_die_or_hang_are_named():
     ray.kill(hanging)
 
 
-@pytest.mark.slow
-def test_all_calls_of_an_update_by_all_ranks_have_one_limit():
-    """Not each its own: the other ranks wait in a collective meanwhile."""
-    hanging = recorder(30.0)
-    sender = store_sender(recorder(), hanging, timeout_s=600.0, left_s=0.5)
-    late = "it had not taken all new weights after 600 s (generation.timeout_s): raise it"
-    with pytest.raises(module.EnginesFailed) as error:
-        for _ in range(2):
-            sender.wait(sender.start("load_weights", ray.put({"bucket": []})))
-    assert error.value.args[0][1] == late and sender.left_s < 0.5
-    ray.kill(hanging)
-
-
 class FakeEngine:
     """In the place of vLLM's own trainer's end, which needs a GPU."""
 

@@ -353,9 +353,9 @@ class Placement:
 class RayVirtualCluster:
     """Named groups of bundles, reserved together or not at all.
 
-    On the cluster that this process is connected to, the one at `address` (or RAY_ADDRESS; "auto":
-    the one on this machine), or a local one of `num_cpus` and `num_gpus` (None: the machine's),
-    which ends with its last user.
+    On the cluster that this process is connected to, the one at RAY_ADDRESS ("auto": the one on
+    this machine), or a local one of `num_cpus` and `num_gpus` (None: the machine's), which ends
+    with its last user.
 
     Raises ResourcesError where the bundles find no room within `timeout_s`, and RayClusterError
     where Ray cannot be reached or started.
@@ -365,7 +365,6 @@ class RayVirtualCluster:
         self,
         bundles: Mapping[str, Sequence[Bundle]],
         *,
-        address: str | None = None,
         num_cpus: int | None = None,
         num_gpus: int | None = None,
         strategy: str = "PACK",
@@ -373,7 +372,7 @@ class RayVirtualCluster:
     ) -> None:
         require(any(bundles.values()), "bundles", "must name one bundle at least", dict(bundles),
                 "add a Bundle()")  # fmt: skip
-        connect(address, num_cpus=num_cpus, num_gpus=num_gpus)
+        connect(num_cpus=num_cpus, num_gpus=num_gpus)
         self._release = ExitStack()
         self._release.callback(release)
         try:

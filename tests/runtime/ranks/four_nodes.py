@@ -3,6 +3,7 @@ of JSON. Each node declares eight GPUs, which are only numbers that Ray counts.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,7 +84,8 @@ def main() -> None:
     cluster, (head, *others) = cluster_of(size, size, size, size)
     nodes = [head, *sorted(others)]  # of one address, so sorted by their names
     connected = {"connected": [Bundle(cpus=0, resources={"node:__internal_head__": 0.001})]}
-    with RayVirtualCluster(connected, address=cluster.address):
+    os.environ["RAY_ADDRESS"] = cluster.address
+    with RayVirtualCluster(connected):
         print(json.dumps({**placements(nodes), "ranks": ranks(nodes)}))
     cluster.shutdown()
 

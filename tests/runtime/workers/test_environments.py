@@ -231,32 +231,6 @@ def test_a_process_that_ends_before_its_reward_fails_its_conversation_alone(tmp_
     assert after.rewards.tolist() == [0.0] * 3 and not after.failed
 
 
-class Ponders(Counter):
-    """Without an end, for the first time."""
-
-    def reset(self, folder: str) -> None:
-        self.count, self.folder = 0, folder
-
-    @property
-    def max_turns(self) -> int:
-        with suppress(FileExistsError):
-            Path(self.folder, "first").touch(exist_ok=False)
-            time.sleep(1000)
-        return 1
-
-
-@pytest.mark.slow
-def test_a_process_whose_attribute_is_given_up_is_not_used_again(tmp_path):
-    ray_cpus()
-    workers = RayWorkers(1, {})
-    environment = make_environment(counted, environment=Ponders, workers=lambda: workers)
-    row, sampling = {"folder": str(tmp_path)}, SamplingParams(n=3)
-    found = played(environment, lambda asked: "done", row, sampling=sampling, timeout_s=4.0)
-    (failed,) = found.failed
-    reason = "EnvironmentTimeout: environment 'Ponders': max_turns must end within 4 s"
-    assert failed.outcome.reason.startswith(reason) and found.rewards.tolist() == [0.0] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("local", "reason"),

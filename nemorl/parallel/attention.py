@@ -4,12 +4,8 @@ On GPUs a kernel takes segments of all lengths at once; elsewhere those of simil
 gathered into small batches, as a dense mask would cost the square of the row's length.
 """
 
-import os
-import sys
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
 from inspect import signature
 from typing import Any, Literal
 
@@ -21,7 +17,6 @@ from torch.nn.functional import pad
 
 from nemorl.checks import require
 from nemorl.models.attention import PLAIN, Rule, attend
-from nemorl.overlapping import Overlapping
 from nemorl.parallel.world import all_gather, exchange
 
 Kernel = Literal["varlen_attn", "flash_attn", "buckets"]
@@ -64,47 +59,10 @@ def kernel_of(
     return choose_kernel(
         torch.cuda.get_device_capability(device),
         dtype,
-        head_dim=_head_dim(model),
+        head_dim=getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads,
         dropout=getattr(model, "attention_dropout", 0.0),
         installed=installed(),
     )
-
-
-def _head_dim(model: Any) -> int:
-    return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-
-
-def newer_flash(
-    kernel: Kernel, model: Any, device: torch.device
-) -> AbstractContextManager[None, None]:
-    """Have `varlen_attn` compute by FlashAttention 3 (Hopper) or 4 (Blackwell) in the block, where
-    its package is installed, in the whole process; rank 0 prints which.
-    """
-    usual = kernel == "varlen_attn" and not torch.are_deterministic_algorithms_enabled()
-    if device.type != "cuda" or not usual:
-        return nullcontext()
-    generation, _ = torch.cuda.get_device_capability(device)
-    if generation == 9:
-        return NEWER["FA3"]
-    # FlashAttention 4 has no gradient of larger heads.
-    return NEWER["FA4"] if generation == 10 and _head_dim(model) <= 128 else nullcontext()
-
-
-def _activated(name: str) -> Callable[[], None]:
-    said, restore = f"FlashAttention {name[-1]}", lambda: None
-    try:
-        from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
-
-        activate_flash_attention_impl(name)
-        restore = restore_flash_attention_impl
-    except (ImportError, RuntimeError, ValueError) as error:
-        said = f"FlashAttention 2, as the faster {name[-1]} can't be used ({error})"
-    if os.environ.get("RANK", "0") == "0":
-        print(f"attention is computed by {said}", file=sys.stderr)
-    return restore
-
-
-NEWER = {name: Overlapping(partial(_activated, name)) for name in ("FA3", "FA4")}
 
 
 def installed() -> list[Kernel]:

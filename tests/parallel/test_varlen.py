@@ -2,8 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention import _registry, current_flash_attention_impl
 from torch.nn.attention import varlen as torch_varlen
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -23,12 +20,9 @@ from nemorl.parallel.attention import (
     Kernel,
     choose_kernel,
     kernel_of,
-    newer_flash,
     segment_attention,
     segments_of,
 )
-from nemorl.parallel.determinism import deterministic_kernels
-from nemorl.parallel.dtensor import backend as backend_module
 from nemorl.parallel.tokens import work_of
 from tests.parallel.batches import GROUPS, grouped, nll_loss, random_batch
 from tests.parallel.varlen import Call, used_on_cpus
@@ -120,52 +114,6 @@ FITS: dict[str, Any] = {
 def test_which_kernel_is_chosen(other: dict[str, Any], kernel: str):
     case = FITS | other
     assert choose_kernel(case.pop("capability"), case.pop("dtype"), **case) == kernel
-
-
-@pytest.mark.parametrize(
-    ("generation", "head_dim", "name"),
-    [(8, 128, None), (9, 256, "FA3"), (10, 128, "FA4"), (10, 192, None), (12, 128, None)],
-)
-def test_newer_flash_attention_is_used_where_the_card_and_a_package_have_it(
-    generation: int, head_dim: int, name: str | None, monkeypatch, capsys
-):
-    """The package is a stand-in."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
-    model, removed = SimpleNamespace(head_dim=head_dim), list[str]()
-
-    def begin(kernel: Kernel = "varlen_attn") -> Any:
-        return newer_flash(kernel, model, torch.device("cuda"))
-
-    with begin():
-        missing = capsys.readouterr().err
-    assert ("FlashAttention 2, as the faster" in missing) == (name is not None)
-    for each in ("FA3", "FA4"):
-        handle = SimpleNamespace(remove=partial(removed.append, each))
-        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, each, lambda handle=handle: handle)
-    with begin("buckets"), deterministic_kernels, begin():
-        assert current_flash_attention_impl() is None
-    with begin(), begin():
-        assert current_flash_attention_impl() == name
-    assert removed == [name] * (name is not None)
-    said = f"attention is computed by FlashAttention {name[-1]}\n" if name else ""
-    assert capsys.readouterr().err == said
-
-
-def test_a_backend_uses_it_until_it_is_shut_down(monkeypatch):
-    inside: list[Kernel] = []
-
-    @contextmanager
-    def noted(kernel: Kernel, *_: Any) -> Iterator[None]:
-        inside.append(kernel)
-        yield
-        inside.clear()
-
-    monkeypatch.setattr(backend_module, "newer_flash", noted)
-    with used_on_cpus():
-        backend = set_up(tiny_model())
-    assert inside == ["varlen_attn"]
-    backend.shutdown()
-    assert not inside
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from nemorl.parallel.accumulation import Accumulating, load_whole, storage_of
 from nemorl.parallel.attention import (
     ATTENTION_NAME,
     kernel_of,
-    newer_flash,
     segment_attention,
 )
 from nemorl.parallel.backend import ForwardOutput, LossFn
@@ -95,7 +94,6 @@ class DTensorBackend(Accumulating):
         dtype = DTYPES[self.world.plan.precision]
         sinks = any(name.endswith("sinks") for name, _ in self.model.named_parameters())
         self._kernel = kernel_of(self.model.config, self.device, dtype, sinks=sinks)
-        self._settings.enter_context(newer_flash(self._kernel, self.model.config, self.device))
         if shares:
             share_base(self)
         mixtures = Mixtures(self.model, self.world, config.trainer)

@@ -21,7 +21,6 @@ from nemorl.models.causal_lm import check_files, warn_of_unused
 from nemorl.models.hub import loading, weight_files
 from nemorl.models.tensor_files import TensorFiles, as_stored, sampled, stored_names
 from nemorl.parallel.accumulation import Accumulating, outline_of, storage_of
-from nemorl.parallel.attention import newer_flash
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
 from nemorl.parallel.checkpoint import Contents, Saved, shared_out, write_model_config
@@ -83,7 +82,6 @@ class MegatronBackend(Accumulating):
         hf = self._model.config
         check_training(config, hf, self.world.plan, limits)
         self._pipeline = Pipeline(self.world, config.trainer, hf)
-        self._settings.enter_context(newer_flash(self._pipeline.kernel, hf, self.device))
         self.conversion = Conversion(hf, source.shapes, self.world)
         with self._runtime():
             parts = range(self.world.plan.vpp)

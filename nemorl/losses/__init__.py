@@ -36,7 +36,6 @@ from nemorl.losses.logprobs import (
     linear_token_logprobs,
     require_same_support,
     token_logprobs,
-    vocab_parallel_linear_logprobs,
 )
 from nemorl.losses.masks import (
     constant_weights,
@@ -154,6 +153,5 @@ __all__ = [
     "token_logprobs",
     "token_mean_weights",
     "value_loss",
-    "vocab_parallel_linear_logprobs",
     "whiten",
 ]

@@ -288,6 +288,16 @@ class HeadOutputs(NamedTuple):
 BLOCK = 64
 
 
+def _likeliest_of_all(local: Tensor, k: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The ids of the k largest logits of all ranks."""
+    size = local.shape[1]
+    values, ids = _likeliest(local, min(k, size))
+    if group is None:
+        return ids
+    ids = ids + dist.get_rank(group) * size
+    return _first(_joined(values, group), _joined(ids, group), k)[1]
+
+
 def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest logits and their ids, of equal ones the lowest id first."""
     count = logits.shape[-1] // BLOCK
@@ -319,19 +329,36 @@ def _first(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values[..., :k], ids.gather(-1, order)[..., :k]
 
 
+def _joined(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The columns of all ranks."""
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts, -1)
+
+
+def _reduced(
+    values: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM
+) -> Tensor:
+    if group is not None:
+        dist.all_reduce(values, op, group=group)
+    return values
+
+
+def _log_softmax(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return logits.log_softmax(-1)
+    shifted = logits - _reduced(logits.amax(-1, keepdim=True), group, dist.ReduceOp.MAX)
+    return shifted.sub_(_reduced(shifted.exp().sum(-1, keepdim=True), group).log())
+
+
 def _log_rest(
-    every: Tensor, places: Tensor, own: Tensor, group: dist.ProcessGroup | None = None
+    every: Tensor, places: Tensor, own: Tensor, group: dist.ProcessGroup | None
 ) -> Tensor:
     """log Σ exp over all but the places that are this rank's `own`."""
     others = every.scatter_add(1, places, torch.where(own, -math.inf, 0.0).to(every.dtype))
-    top = others.amax(-1)
-    if group is not None:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    top = _reduced(others.amax(-1), group, dist.ReduceOp.MAX)
     top = torch.where(top == -math.inf, 0.0, top)
-    total = others.sub_(top[:, None]).exp_().sum(-1)
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total.log() + top
+    return _reduced(others.sub_(top[:, None]).exp_().sum(-1), group).log() + top
 
 
 class _Gradients:
@@ -403,40 +430,47 @@ def _sets(targets: Tensor | None, output: Any) -> list[Tensor]:
     return [*found, output[-1], *output[-3:-1]] if len(output) % 2 else found
 
 
-def _head_outputs(found: Any, with_targets: bool) -> HeadOutputs:
-    given, top = found[2:4] if with_targets else (None, None), found[2 + 2 * with_targets :]
-    return HeadOutputs(*found[:2], *given, *((top[2], top[0], top[1]) if top else ()))
-
-
 class _LinearLogprobs(torch.autograd.Function):
-    """In place changes only what no second derivative and no `vmap` has to remember."""
+    """With a group: of a rank's rows of the head; the gradient of `hidden` is its summand.
+
+    In place changes only what no second derivative and no `vmap` has to remember.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(hidden, weight, ids, targets, kind, chunk, dtype, with_entropy, softcap, top_k):
+    def forward(
+        hidden, weight, ids, targets, group, kind, chunk, dtype, with_entropy, softcap, top_k
+    ):
         found: list[Any] = []
+        first, size = _first_row(weight, group), len(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
             for start in range(0, max(len(hidden), 1), chunk):
                 rows = slice(start, start + chunk)
                 h, y = hidden[rows].to(dtype), ids[rows]
                 logits = _capped(at_least_float32(h @ head.t()), softcap)
-                logits = _filtered(logits, kind, y)
-                top = (_likeliest(logits, top_k)[1],) if top_k else ()
-                every = logits.log_softmax(-1)
+                logits = _local_logits(logits, y, group, kind)
+                top = (_likeliest_of_all(logits, top_k, group),) if top_k else ()
+                every = _log_softmax(logits, group)
                 del logits
-                logprobs = every.gather(-1, y[:, None])[:, 0]
-                entropies = torch.zeros_like(logprobs)
+                entropies = torch.zeros_like(every[:, :1])
                 if with_entropy:
                     finite = _finite(every) if kind.filtered else every
-                    entropies = -every.exp().mul_(finite).sum(-1)
+                    entropies = -every.exp().mul_(finite).sum(-1, keepdim=True)
                     del finite
-                sets: list[Tensor] = []
-                for at in (*(() if targets is None else (targets[rows],)), *top):
-                    own = torch.ones_like(at, dtype=torch.bool)
-                    sets += every.gather(-1, at), _log_rest(every, at, own)
-                found.append((logprobs, entropies, *sets, *top))
+                asked = y[:, None], *(() if targets is None else (targets[rows],)), *top
+                own, places = _own(torch.cat(asked, -1), first, size)
+                parts = torch.where(own, every.gather(-1, places), 0.0)
+                parts = _reduced(torch.cat([entropies, parts], -1), group)
+                widths = [ids.shape[1] for ids in asked]
+                logprobs, *sets = parts[:, 1:].split(widths, -1)
+                chunk_found = [logprobs[:, 0], parts[:, 0]]
+                _, *own = own.split(widths, -1)
+                _, *places = places.split(widths, -1)
+                for at, where, mine in zip(sets, places, own, strict=True):
+                    chunk_found += at, _log_rest(every, where, mine, group)
+                found.append((*chunk_found, *top))
                 del every  # one [chunk, vocab] array less at the peak
         return tuple(map(torch.cat, zip(*found, strict=True)))
 
@@ -451,8 +485,8 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Any):
         hidden, weight, ids, entropies, *sets = ctx.saved_tensors
-        kind, chunk, dtype, _, softcap, _ = ctx.options
-        of = _Gradients(grads, kind, entropies, sets, 0, len(weight))
+        group, kind, chunk, dtype, _, softcap, _ = ctx.options
+        of = _Gradients(grads, kind, entropies, sets, _first_row(weight, group), len(weight))
         grad_hidden, grad_weight = [], None
         final = not torch.is_grad_enabled()  # no second derivative: sums may grow in place
         with torch.autocast(hidden.device.type, enabled=False):
@@ -462,14 +496,14 @@ class _LinearLogprobs(torch.autograd.Function):
                 rows = slice(start, start + chunk)
                 h, y = hidden[rows].to(dtype), ids[rows]
                 capped = _capped(at_least_float32(h @ head.t()), softcap)
-                logits = _filtered(capped, kind, y)
+                logits = _local_logits(capped, y, group, kind)
                 slope = None if softcap is None else _slope(capped, softcap)
                 del capped
-                if of.entropy is None and not of.rest:
+                if group is None and of.entropy is None and not of.rest:
                     grad = logits.softmax(-1) * of.offset[rows]
                     del logits
                 else:
-                    every = logits.log_softmax(-1)
+                    every = _log_softmax(logits, group)
                     del logits
                     grad = of.logits(every, rows)
                     del every
@@ -491,8 +525,22 @@ class _LinearLogprobs(torch.autograd.Function):
         return (
             torch.cat(grad_hidden).to(hidden.dtype) if grad_hidden else None,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
-            *[None] * 8,
+            *[None] * 9,
         )
+
+
+def _first_row(weight: Tensor, group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group) * len(weight)
+
+
+def _local_logits(
+    local: Tensor, ids: Tensor, group: dist.ProcessGroup | None, kind: LogprobKind
+) -> Tensor:
+    """A chunk's filtered logits of this rank's tokens."""
+    if group is None or not kind.filtered:
+        return _filtered(local, kind, ids)
+    whole = _filtered(_joined(local, group), kind, ids)  # filters need the whole vocabulary
+    return whole.split(local.shape[1], -1)[dist.get_rank(group)]
 
 
 @dataclass(frozen=True)
@@ -521,7 +569,7 @@ def _slope(capped: Tensor, softcap: float) -> Tensor:
 
 def flat_linear_logprobs(
     states: Float[Tensor, "tokens hidden"],
-    weight: Float[Tensor, "vocab hidden"],
+    weight: Float[Tensor, "rows hidden"],
     ids: Int[Tensor, "tokens"],
     *,
     kind: LogprobKind = LogprobKind(),
@@ -530,12 +578,16 @@ def flat_linear_logprobs(
     softcap: float | None = None,
     targets: Int[Tensor, "tokens k"] | None = None,
     top_k: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> HeadOutputs:
     """Return log p(ids), unshifted, under p = softmax(states @ weight.T), and what else is asked
     for, in the same pass over chunks.
 
     targets: ids whose log p, and that of all others together, are returned; they may repeat.
     top_k: of how many of the likeliest tokens the same is returned, with their ids.
+    group: ranks that have equally many rows of the head each, in their order. With the same states
+    all get the same result and, if all go on to the same loss, the gradient of their rows, but
+    only their summand of the gradient of `states`, which the caller sums.
     Other arguments: as `linear_token_logprobs`.
     Raises: ValueError unless chunk >= 1 and 0 <= top_k <= vocab.
 
@@ -544,20 +596,18 @@ def flat_linear_logprobs(
     >>> found.top_ids.tolist(), found.top_rest_logprobs.exp().tolist()
     ([[1]], [0.25])
     """
-    _require_sizes(chunk, top_k, len(weight))
-    device = states.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-    options = (kind, chunk, dtype, with_entropy, softcap, top_k)
-    targets = None if targets is None else targets.long()
-    found = _LinearLogprobs.apply(states, weight, ids.long(), targets, *options)
-    return _head_outputs(found, targets is not None)
-
-
-def _require_sizes(chunk: int, top_k: int, vocabulary: int) -> None:
     at_least(1, chunk=chunk)
+    vocabulary = len(weight) * (1 if group is None else dist.get_world_size(group))
     remedy = "ask for fewer tokens, or 0 for none"
     requirement = f"must be from 0 to the vocabulary's {vocabulary}"
     require(0 <= top_k <= vocabulary, "top_k", requirement, top_k, remedy)
+    device = states.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+    options = (group, kind, chunk, dtype, with_entropy, softcap, top_k)
+    targets = None if targets is None else targets.long()
+    found = _LinearLogprobs.apply(states, weight, ids.long(), targets, *options)
+    given, top = found[2:4] if targets is not None else (None, None), found[-3:] if top_k else ()
+    return HeadOutputs(*found[:2], *given, *((top[2], top[0], top[1]) if top else ()))
 
 
 def linear_token_logprobs(
@@ -604,153 +654,3 @@ def linear_token_logprobs(
     return _describe(logprobs.view(targets.shape), segment_ids), (
         _describe(entropies.view(targets.shape), segment_ids) if with_entropy else None
     )
-
-
-class _VocabParallelLinearLogprobs(torch.autograd.Function):
-    """`_LinearLogprobs` with a rank's rows of the head; `hidden`'s gradient is its summand."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, ids, targets, group, kind, chunk, with_entropy, softcap, k):
-        normalizers: list[Tensor] = []
-        found: list[Any] = []
-        size = len(weight)
-        first = dist.get_rank(group) * size
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = weight.to(hidden.dtype)
-            for start in range(0, max(len(hidden), 1), chunk):
-                rows = slice(start, start + chunk)
-                h, y = hidden[rows], ids[rows]
-                logits = _capped(at_least_float32(h @ head.t()), softcap)
-                logits = _local_logits(logits, y, group, kind)
-                likeliest = (_likeliest_of_all(logits, k, group),) if k else ()
-                top = logits.amax(-1)
-                dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-                shifted = logits - top[:, None]
-                del logits
-                sets = (*(() if targets is None else (targets[rows],)), *likeliest)
-                at = torch.cat([y[:, None], *sets], -1)
-                own, places = _own(at, first, size)
-                weights = shifted.exp()
-                total = weights.sum(-1)
-                moments = torch.zeros_like(total)
-                if with_entropy:
-                    moments = weights.mul_(_finite(shifted)).sum(-1)
-                del weights
-                parts = torch.where(own, shifted.gather(-1, places), 0.0)
-                parts = torch.cat([total[:, None], moments[:, None], parts], -1)
-                dist.all_reduce(parts, group=group)
-                total, moments, log_total = parts[:, 0], parts[:, 1], parts[:, :1].log()
-                normalizers.append(top + log_total[:, 0])
-                entropies = log_total[:, 0] - moments / total if with_entropy else moments
-                chunk_found, column = [(parts[:, 2:3] - log_total)[:, 0], entropies], 1
-                for one in sets:
-                    columns = slice(column, column := column + one.shape[1])
-                    rest = _log_rest(shifted, places[:, columns], own[:, columns], group)
-                    chunk_found.append(parts[:, 2:][:, columns] - log_total)
-                    chunk_found.append(rest - log_total[:, 0])
-                found.append((*chunk_found, *likeliest))
-                del shifted
-        result = tuple(map(torch.cat, zip(*found, strict=True)))
-        ctx.set_materialize_grads(False)
-        saved = torch.cat(normalizers), result[1], *_sets(targets, result)
-        ctx.save_for_backward(hidden, weight, ids, *saved)
-        if k:
-            ctx.mark_non_differentiable(result[-1])
-        ctx.options = group, kind, chunk, softcap
-        return result
-
-    @staticmethod
-    def backward(ctx, *grads: Any):
-        hidden, weight, ids, normalizers, entropies, *sets = ctx.saved_tensors
-        group, kind, chunk, softcap = ctx.options
-        first = dist.get_rank(group) * len(weight)
-        of = _Gradients(grads, kind, entropies, sets, first, len(weight))
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(
-            weight, dtype=torch.promote_types(weight.dtype, torch.float32)
-        )
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = weight.to(hidden.dtype)
-            for start in range(0, len(hidden), chunk):
-                rows = slice(start, start + chunk)
-                capped = _capped(at_least_float32(hidden[rows] @ head.t()), softcap)
-                every = _local_logits(capped, ids[rows], group, kind) - normalizers[rows, None]
-                slope = None if softcap is None else _slope(capped, softcap)
-                del capped
-                grad = of.logits(every, rows)
-                del every
-                grad = of.add_one_hot(grad, ids[rows], rows)
-                if slope is not None:
-                    grad = grad * slope
-                grad = grad.to(hidden.dtype)
-                grad_hidden[rows] = grad @ head
-                if ctx.needs_input_grad[1]:
-                    if grad.dtype == grad_weight.dtype:
-                        grad_weight.addmm_(grad.t(), hidden[rows])
-                    else:
-                        grad_weight.add_(grad.t() @ hidden[rows])
-        return (
-            grad_hidden,
-            grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            *[None] * 8,
-        )
-
-
-def _likeliest_of_all(local: Tensor, k: int, group: dist.ProcessGroup) -> Tensor:
-    """The ids of the k largest logits of all ranks."""
-    size, world = local.shape[1], dist.get_world_size(group)
-    values, ids = _likeliest(local, min(k, size))
-    ids = ids + dist.get_rank(group) * size
-    both = []
-    for mine in (values, ids):
-        parts = [torch.empty_like(mine) for _ in range(world)]
-        dist.all_gather(parts, mine.contiguous(), group=group)
-        both.append(torch.cat(parts, -1))
-    return _first(both[0], both[1], k)[1]
-
-
-def _local_logits(
-    local: Tensor, ids: Tensor, group: dist.ProcessGroup, kind: LogprobKind
-) -> Tensor:
-    """A chunk's filtered logits of this rank's tokens."""
-    if not kind.filtered:
-        return _filtered(local, kind, None)
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, local.contiguous(), group=group)  # filters need the whole vocabulary
-    whole = _filtered(torch.cat(parts, -1), kind, ids)
-    return whole.chunk(len(parts), -1)[dist.get_rank(group)]
-
-
-def vocab_parallel_linear_logprobs(
-    states: Float[Tensor, "tokens hidden"],
-    weight: Float[Tensor, "shard hidden"],
-    ids: Int[Tensor, "tokens"],
-    group: dist.ProcessGroup | None,
-    *,
-    kind: LogprobKind = LogprobKind(),
-    chunk: int = 1024,
-    with_entropy: bool = False,
-    softcap: float | None = None,
-    targets: Int[Tensor, "tokens k"] | None = None,
-    top_k: int = 0,
-) -> HeadOutputs:
-    """Return `flat_linear_logprobs` where each rank of `group` has equally many rows of the head.
-
-    Parts are in the order of ranks; group=None: this process has all. All ranks have the same
-    states and get the same result and, if all go on to the same loss, the gradient of their rows of
-    `weight`, but only their summand of the gradient of `states`, which the caller sums.
-
-    >>> states, weight = torch.ones(1, 1), torch.zeros(2, 1)
-    >>> vocab_parallel_linear_logprobs(states, weight, torch.tensor([1]), None)[0].tolist()
-    [-0.6931471824645996]
-    """
-    options: dict[str, Any] = {"kind": kind, "chunk": chunk, "with_entropy": with_entropy}
-    if group is None:
-        options |= {"softcap": softcap, "targets": targets, "top_k": top_k}
-        return flat_linear_logprobs(states, weight, ids, **options)
-    _require_sizes(chunk, top_k, len(weight) * dist.get_world_size(group))
-    targets = None if targets is None else targets.long()
-    found = _VocabParallelLinearLogprobs.apply(
-        states, weight, ids.long(), targets, group, *options.values(), softcap, top_k
-    )
-    return _head_outputs(found, targets is not None)

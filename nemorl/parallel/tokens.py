@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from nemorl.data.batch import TokenBatch, round_up
-from nemorl.losses.logprobs import LogprobKind, vocab_parallel_linear_logprobs
+from nemorl.losses.logprobs import LogprobKind, flat_linear_logprobs
 from nemorl.losses.types import Needs, TokenIds, at_least_float32, register_pytree, same_segment
 from nemorl.models.causal_lm import decoder_of, head_of, is_scalar, logits_of
 from nemorl.parallel.attention import (
@@ -261,17 +261,17 @@ class HeadInputs:
         softcap: float | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the outputs of a language model's head that `needs` names."""
-        found = vocab_parallel_linear_logprobs(
+        found = flat_linear_logprobs(
             states,
             weight,
             self.next_ids,
-            group,
             kind=self.kind,
             chunk=self.chunk,
             with_entropy=self.needs.entropy,
             softcap=softcap,
             targets=self.target_ids,
             top_k=self.needs.top_k,
+            group=group,
         )
         weights, logprobs = self.target_weights, found.target_logprobs
         if weights is not None and logprobs is not None:

@@ -155,7 +155,6 @@ WITHOUT_CASE = {
     "nemo_grpo": "names a choice of `advantages`",
     "filter_logits": "what `token_logprobs` applies to its logits",
     "flat_linear_logprobs": "what `linear_token_logprobs` calls",
-    "vocab_parallel_linear_logprobs": "compared with it in test_vocab_parallel.py",
     "require_same_support": "a check of two kinds",
     "explained_variance": "by hand in test_value.py",
     "finalize": "of metrics, law 17 for all of them",

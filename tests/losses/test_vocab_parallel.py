@@ -3,12 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from nemorl.losses.logprobs import (
-    HeadOutputs,
-    LogprobKind,
-    flat_linear_logprobs,
-    vocab_parallel_linear_logprobs,
-)
+from nemorl.losses.logprobs import HeadOutputs, LogprobKind, flat_linear_logprobs
 from tests.ranks import run_ranks
 
 EXACT = {"atol": 1e-12, "rtol": 0}
@@ -52,21 +47,17 @@ def whole(kind: LogprobKind, softcap: float | None) -> list[torch.Tensor]:
 
 
 def split() -> dict[str, list[torch.Tensor]]:
-    rank, group, found = dist.get_rank(), dist.group.WORLD, {}
+    rank, found = dist.get_rank(), {}
     for name, (kind, softcap) in KINDS.items():
-        options = {"kind": kind, "softcap": softcap}
+        options = {"kind": kind, "softcap": softcap, "group": dist.group.WORLD}
         for chunk in (3, 100):
             states, weight, ids, targets, scale = problem()
             part = weight.chunk(2)[rank].clone().requires_grad_()
             states.requires_grad_()
             more = {"targets": targets, "top_k": TOP, "with_entropy": True}
-            both = vocab_parallel_linear_logprobs(
-                states, part, ids, group, chunk=chunk, **options, **more
-            )
+            both = flat_linear_logprobs(states, part, ids, chunk=chunk, **options, **more)
             found[f"{name}, {chunk}"] = outcome(both, scale, states, part)
-            alone = vocab_parallel_linear_logprobs(
-                states.detach(), part, ids, group, chunk=chunk, **options
-            )[0]
+            alone = flat_linear_logprobs(states.detach(), part, ids, chunk=chunk, **options)[0]
             (scale @ alone).backward()  # without anything else
             assert torch.allclose(alone.detach(), both[0].detach(), atol=1e-12)
     return found

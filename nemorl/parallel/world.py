@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, TypeVar
 
 import psutil
@@ -89,8 +89,7 @@ class World:
         group: dist.ProcessGroup | None = None,
         everywhere: bool = True,
     ) -> T:
-        """Return the values of all ranks, merged in their order; a collective call in which no rank
-        receives more than log2(size) values.
+        """Return the values of all ranks, merged in their order; a collective call.
 
         everywhere: else only rank 0 has the result.
 
@@ -99,27 +98,13 @@ class World:
         if self.control_group is None:
             return value
         group = group or self.control_group
-        found: list[Any] = [value, None]
-        distance = 1
-        while distance < self.size:
-            if self.rank % (2 * distance):
-                dist.send_object_list(found, group=group, group_dst=self.rank - distance)
-                break
-            if self.rank + distance < self.size:
-                other: list[Any] = [None, None]
-                dist.recv_object_list(other, group=group, group_src=self.rank + distance)
-                found[1] = found[1] or other[1]
-                try:
-                    found[0] = merge(found[0], other[0])
-                except Exception as failure:
-                    found[1] = found[1] or failure
-            distance *= 2
         if everywhere:
-            dist.broadcast_object_list(found, group=group, group_src=0)
-        result, error = found
-        if error is not None and (everywhere or self.rank == 0):
-            raise error
-        return result
+            found: list[Any] = [None] * self.size
+            dist.all_gather_object(found, value, group=group)
+            return reduce(merge, found)
+        to: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, to, group=group, group_dst=0)
+        return reduce(merge, to) if to else value
 
     def total(self, values: Tensor) -> Tensor:
         """Return the sum of the last stages' values over all rows, on all ranks."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemorl.losses.types import Max, Sum, merge
 from nemorl.parallel.dtensor import mesh
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import World
@@ -31,21 +30,6 @@ def test_values_are_merged_in_the_order_of_ranks(size: int):
     found = run_ranks(size, merged)
     assert [everywhere for everywhere, _ in found] == [list(range(size))] * size
     assert found[0][1] == list(range(size))
-
-
-def unlike() -> str:
-    world = joined()
-    kind = Max if world.rank == world.size - 1 else Sum
-    with pytest.raises(ValueError) as caught:
-        world.merge_objects({"x": kind(torch.tensor(1.0))}, merge)
-    assert world.merge_objects(world.rank, max) == world.size - 1, "the ranks can go on"
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_an_error_of_one_merge_is_raised_on_every_rank():
-    found = run_ranks(4, unlike)
-    assert len(set(found)) == 1 and "metric x must be a Sum" in found[0]
 
 
 def failing(kind: type[Exception], shared: type[Exception]) -> str:

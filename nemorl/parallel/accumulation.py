@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -113,35 +113,24 @@ class Optimizers:
             part.step()
 
 
-def step_settings(
-    given: OptimSettings | None, config: BackendConfig, step: int, groups: Iterable[Any]
+def set_step(
+    given: OptimSettings | None, config: BackendConfig, step: int, groups: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a step's rate and limit of the norm, and what else is given for it."""
+    """Give an optimizer's groups a step's settings, and return these with the limit of the norm."""
     own, is_adamw = config.optimizer, all("betas" in group for group in groups)
     found = {name: x for name, x in vars(given or OptimSettings()).items() if x is not None}
     for name in found.keys() & {"beta1", "beta2", "eps"}:
         must, remedy = f"must be None with optimizer.name {own.name}", "it has no such setting"
         require(is_adamw, f"settings.{name}", must, found[name], remedy)
-    lr = learning_rate(step, own, total_steps=config.total_steps)
-    return {"lr": lr, "max_grad_norm": own.max_grad_norm or math.inf, **found}
-
-
-@contextmanager
-def stepping(groups: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Iterator[None]:
-    """Have an optimizer's groups take a step's settings in the block, and their own after it."""
-    before = [{**group} for group in groups]
-    try:
-        for group in groups:
-            decay = settings.get("weight_decay", group["weight_decay"])
-            group |= {"lr": settings["lr"], "weight_decay": decay * group.get("decays", True)}
-            if "betas" in group:
-                betas = enumerate(group["betas"], 1)
-                group["betas"] = tuple(settings.get(f"beta{n}", beta) for n, beta in betas)
-                group["eps"] = settings.get("eps", group["eps"])
-        yield
-    finally:
-        for group, own in zip(groups, before, strict=True):
-            group |= own
+    usual = {name: getattr(own, name) for name in vars(OptimSettings())}
+    usual["lr"] = learning_rate(step, own, total_steps=config.total_steps)
+    taken = {**usual, "max_grad_norm": own.max_grad_norm or math.inf, **found}
+    for group in groups:
+        decay = taken["weight_decay"] * group.get("decays", True)
+        group |= {"lr": taken["lr"], "weight_decay": decay}
+        if "betas" in group:
+            group |= {"betas": (taken["beta1"], taken["beta2"]), "eps": taken["eps"]}
+    return taken
 
 
 def recorded(loss_fn: LossFn, kept: list[ForwardOutput]) -> LossFn:
@@ -538,15 +527,14 @@ class Accumulating(InTurns, ABC):
             raise RuntimeError("optim_step needs a gradient: call forward_backward() first")
         self._away.restore()
         config, batches, loss, copied = self.config, self._batches, self._loss, self._copied
-        taken = step_settings(settings, config, self.step, self.optimizer.param_groups)
+        taken = set_step(settings, config, self.step, self.optimizer.param_groups)
         self._restart()
         with profiled(config.profile, step=self.step + 1, rank=self.world.rank):
             grad_norm = self._grad_norm()
             require_finite(loss, grad_norm, step=self.step + 1)
             # Counted before the weights change: after an error in the update the step has begun.
             self.step += 1
-            with stepping(self.optimizer.param_groups, taken):
-                self._update(grad_norm, taken["max_grad_norm"])
+            self._update(grad_norm, taken["max_grad_norm"])
             measured = self.meter.end(batches, copied=copied)
             metrics = merged_metrics({}, measured, self.world)
         return {**metrics, **of_step(batches, loss, grad_norm, taken["lr"])}

@@ -102,17 +102,10 @@ def recorded_routes(stages: Any) -> Iterator[Callable[[], Int[Tensor, "tokens la
     for each in found:
         each.records = True
     try:
-        yield partial(_taken, found)
+        yield lambda: torch.stack([each.taken for each in found], 1).int()  # type: ignore[misc]
     finally:
         for each in found:
             each.records, each.taken = False, None
-
-
-def _taken(routes: list[Routes]) -> Tensor:
-    taken = [each.taken for each in routes]
-    if any(each is None for each in taken):
-        raise RuntimeError("no routes are recorded: call the stage first, inside of the block")
-    return torch.stack(taken, 1).int()  # type: ignore[arg-type]
 
 
 def routes_of(

@@ -86,21 +86,10 @@ def require_same_support(
 
 @dataclass(frozen=True)
 class Logprobs:
-    """An array of log-probabilities and its kind; a pytree.
-
-    `a - b` is the difference of the values, LogprobKindError where the kinds differ.
-
-    >>> one, two = (Logprobs(torch.tensor([x]), LogprobKind()) for x in (-1.0, -3.0))
-    >>> (one - two).tolist()
-    [2.0]
-    """
+    """An array of log-probabilities and its kind; a pytree."""
 
     values: Float[Tensor, "*shape"]
     kind: LogprobKind
-
-    def __sub__(self, other: "Logprobs") -> Float[Tensor, "*shape"]:
-        require_same_support(self.kind, other.kind)
-        return self.values - other.values
 
 
 register_pytree(Logprobs, constant="kind")

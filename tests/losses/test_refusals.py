@@ -19,8 +19,7 @@ from nemorl.losses.types import Mean, Sum, merge
 ROW, ONE, MASK = torch.zeros(1, 3), torch.zeros(1), torch.ones(1, 3, dtype=torch.bool)
 IDS, LOGITS = torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 3, 4)
 GROUP = torch.tensor([1])
-FILTERED = logprobs.Logprobs(ROW, logprobs.LogprobKind(top_p=0.9, temperature=0.5))
-PLAIN = logprobs.Logprobs(ROW, logprobs.LogprobKind())
+KINDS = logprobs.LogprobKind(), logprobs.LogprobKind(top_p=0.9, temperature=0.5)
 
 
 def topk(ids: torch.Tensor, teacher: float = -1.0, **options):
@@ -59,7 +58,10 @@ def topk(ids: torch.Tensor, teacher: float = -1.0, **options):
         (lambda: kl.kl(ROW, ROW, MASK, gradient="importance"), "^generation_logprobs must be"),
         (lambda: logprobs.token_logprobs(LOGITS[:, :0], IDS[:, :0]), "^seq must be at least 1"),
         (lambda: logprobs.LogprobKind(top_p=0.0), r"LogprobKind\.top_p must be"),
-        (lambda: PLAIN - FILTERED, "temperature: 1.0 and 0.5; top_p: 1.0 and 0.9"),
+        (
+            lambda: logprobs.require_same_support(*KINDS),
+            "temperature: 1.0 and 0.5; top_p: 1.0 and 0.9",
+        ),
         (lambda: masks.constant_weights(MASK, length=0), "length must be at least 1"),
         (lambda: policy.clipped(ROW, ROW, ROW, ROW, dual_clip=1.0), "dual_clip must be above 1"),
         (lambda: policy.cispo(ROW, ROW, ROW, ROW, clip_low=-0.1), "^clip_low must be at least 0"),

@@ -269,53 +269,19 @@ class HeadOutputs(NamedTuple):
     target_rest_logprobs: Float[Tensor, "tokens"] | None = None
     """log Σ p over all other tokens; -inf, with gradient 0, where there are none."""
     top_ids: Int[Tensor, "tokens top_k"] | None = None
-    """The likeliest tokens, likeliest first, of equal ones the lowest id first."""
+    """The likeliest tokens, likeliest first; which of equal ones is not said."""
     top_logprobs: Float[Tensor, "tokens top_k"] | None = None
     top_rest_logprobs: Float[Tensor, "tokens"] | None = None
 
 
-BLOCK = 64
-
-
-def _likeliest_of_all(local: Tensor, k: int, group: dist.ProcessGroup | None) -> Tensor:
+def _likeliest(local: Tensor, k: int, group: dist.ProcessGroup | None) -> Tensor:
     """The ids of the k largest logits of all ranks."""
     size = local.shape[1]
-    values, ids = _likeliest(local, min(k, size))
+    values, ids = local.topk(min(k, size))
     if group is None:
         return ids
-    ids = ids + dist.get_rank(group) * size
-    return _first(_joined(values, group), _joined(ids, group), k)[1]
-
-
-def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits and their ids, of equal ones the lowest id first."""
-    count = logits.shape[-1] // BLOCK
-    if count <= 2 * k:
-        return _largest(logits, k)
-    # Outside the k blocks with the largest maxima, k others come before every logit.
-    blocks = logits[..., : count * BLOCK].unflatten(-1, (count, BLOCK))
-    found = _largest(blocks.amax(-1), k)[1].sort(-1).values
-    near = blocks.gather(-2, found[..., None].expand(*found.shape, BLOCK)).flatten(-2)
-    values, place = _largest(torch.cat([near, logits[..., count * BLOCK :]], -1), k)
-    found = torch.cat([found, torch.full_like(found[..., :1], count)], -1)
-    return values, found.gather(-1, place // BLOCK) * BLOCK + place % BLOCK
-
-
-def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values and their places, of equal ones the first."""
-    top, places = values.topk(k, dim=-1)  # which of equal ones, and in which order, is undefined
-    last = top[..., -1:]
-    ties = (values == last).cumsum(-1, dtype=torch.int32)
-    number = torch.arange(1, k + 1, device=top.device) - (top > last).sum(-1, keepdim=True)
-    first = torch.searchsorted(ties, number.clamp(min=1).int())
-    return _first(top, torch.where(top > last, places, first), k)
-
-
-def _first(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values and their ids, of equal ones the lowest id first."""
-    ids, order = ids.sort(-1)
-    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return values[..., :k], ids.gather(-1, order)[..., :k]
+    values, ids = _joined(values, group), _joined(ids + dist.get_rank(group) * size, group)
+    return ids.gather(-1, values.topk(k).indices)
 
 
 def _joined(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -440,7 +406,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 h, y = hidden[rows].to(dtype), ids[rows]
                 logits = _capped(at_least_float32(h @ head.t()), softcap)
                 logits = _local_logits(logits, y, group, kind)
-                top = (_likeliest_of_all(logits, top_k, group),) if top_k else ()
+                top = (_likeliest(logits, top_k, group),) if top_k else ()
                 every = _log_softmax(logits, group)
                 del logits
                 entropies = torch.zeros_like(every[:, :1])

@@ -47,7 +47,7 @@ class ForwardOutput:
     values: PerToken
     """Value of the text before token t, x_<t, by a scalar head."""
     top_ids: Int[Tensor, "batch seq k"]
-    """The k likeliest tokens in the place of token t, likeliest first, equal ones by their id."""
+    """The k likeliest tokens in the place of token t, likeliest first."""
     top_logprobs: Float[Tensor, "batch seq k"]
     """Their log-probabilities."""
     top_rest_logprobs: PerToken

@@ -1,5 +1,7 @@
 """A vocabulary that is split between ranks gives what a whole one gives."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -36,39 +38,33 @@ def outcome(found: HeadOutputs, scale: torch.Tensor, *leaves: torch.Tensor) -> l
     return [*(x.detach() for x in numbers), *(leaf.grad.clone() for leaf in leaves)]
 
 
-def whole(kind: LogprobKind, softcap: float | None) -> list[torch.Tensor]:
+def of_head(kind: LogprobKind, softcap: float | None, chunk: int, split: bool) -> list[Any]:
+    """The outcome with all of the head's rows, or with this rank's half of them."""
     states, weight, ids, targets, scale = problem()
+    options: dict[str, Any] = {"kind": kind, "softcap": softcap, "chunk": chunk}
+    if split:
+        options["group"] = dist.group.WORLD
+        weight = weight.chunk(2)[dist.get_rank()].clone()
     states.requires_grad_(), weight.requires_grad_()
-    options = {"kind": kind, "softcap": softcap, "targets": targets, "top_k": TOP}
-    found = flat_linear_logprobs(states, weight, ids, with_entropy=True, **options)
-    return outcome(found, scale, states, weight)
-
-
-def split() -> dict[str, list[torch.Tensor]]:
-    rank, found = dist.get_rank(), {}
-    for name, (kind, softcap) in KINDS.items():
-        options = {"kind": kind, "softcap": softcap, "group": dist.group.WORLD}
-        for chunk in (3, 100):
-            states, weight, ids, targets, scale = problem()
-            part = weight.chunk(2)[rank].clone().requires_grad_()
-            states.requires_grad_()
-            more = {"targets": targets, "top_k": TOP, "with_entropy": True}
-            both = flat_linear_logprobs(states, part, ids, chunk=chunk, **options, **more)
-            found[f"{name}, {chunk}"] = outcome(both, scale, states, part)
-            alone = flat_linear_logprobs(states.detach(), part, ids, chunk=chunk, **options)[0]
-            (scale @ alone).backward()  # without anything else
-            assert torch.allclose(alone.detach(), both[0].detach(), atol=1e-12)
+    more = {"targets": targets, "top_k": TOP, "with_entropy": True}
+    both = flat_linear_logprobs(states, weight, ids, **options, **more)
+    found = outcome(both, scale, states, weight)
+    alone = flat_linear_logprobs(states.detach(), weight, ids, **options)[0]
+    (scale @ alone).backward()  # without anything else
+    assert torch.allclose(alone.detach(), both[0].detach(), atol=1e-12)
     return found
 
 
+def of_all(split: bool) -> dict[tuple[str, int], list[Any]]:
+    return {(n, chunk): of_head(*KINDS[n], chunk, split) for n in KINDS for chunk in (3, 100)}
+
+
 def test_a_split_head_is_what_a_whole_one_gives():
-    parts = run_ranks(2, split)
-    for name, how in KINDS.items():
-        expected = whole(*how)
-        for chunk in (3, 100):
-            first, second = (found[f"{name}, {chunk}"] for found in parts)
-            for i, wanted in enumerate(expected[:-2]):
-                torch.testing.assert_close(first[i], wanted, **EXACT)
-                torch.testing.assert_close(second[i], wanted, **EXACT)
-            torch.testing.assert_close(first[-2] + second[-2], expected[-2], **EXACT)
-            torch.testing.assert_close(torch.cat([first[-1], second[-1]]), expected[-1], **EXACT)
+    first, second = run_ranks(2, of_all, True)
+    for case, expected in of_all(False).items():
+        for one, other, wanted in zip(first[case][:-2], second[case][:-2], expected, strict=False):
+            torch.testing.assert_close(one, wanted, **EXACT)
+            torch.testing.assert_close(other, wanted, **EXACT)
+        (states, rows), (more, others) = first[case][-2:], second[case][-2:]
+        torch.testing.assert_close(states + more, expected[-2], **EXACT)
+        torch.testing.assert_close(torch.cat([rows, others]), expected[-1], **EXACT)

@@ -265,17 +265,3 @@ def test_a_student_with_excluded_tokens_stays_finite(direction, outside):
     loss = distilled(student, ids, logprobs, direction=direction, outside=outside).loss
     assert loss.isfinite()
     assert torch.autograd.grad(loss, student)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("outside", OUTSIDE)
-def test_other_types_and_the_agreement(outside):
-    """Ids of 16 bits, a float32 teacher of a float64 student."""
-    rows = [[0.5, 0.3, 0.2], [0.2, 0.1, 0.7], [0.3, 0.6, 0.1], [0.5, 0.3, 0.2]]
-    student = torch.tensor([rows], dtype=torch.float64).log()
-    logprobs = torch.tensor([[[0.5, 0.5], [0.6, 0.3], [0.3, 0.6], [0.3, 0.6]]]).log()
-    ids, weights = torch.tensor([[[0, 1]] * 4]), torch.tensor([[0.0, 0.25, 0.25, 0.5]])
-    output = distilled(student, ids.short(), logprobs, weights, outside=outside)
-    exact = distilled(student, ids, logprobs.double(), weights, outside=outside).loss
-    assert output.loss.dtype == torch.float64
-    assert output.loss.item() == pytest.approx(exact.item(), rel=1e-5)
-    assert finalize(output.metrics)["topk_top1_agreement"] == pytest.approx(2 / 3)

@@ -190,20 +190,6 @@ def test_pieces_are_torchs_own_form(tmp_path: Path):
     assert torch.equal(found["x"], tensor)
 
 
-@pytest.mark.parametrize("lost", range(4))
-def test_a_lost_piece_is_missed(tmp_path: Path, lost):
-    tensor = torch.randn(6, 4)
-    paths = write_pieces(tmp_path, tensor, [2], [1])
-    assert len(paths) == 4
-    paths.pop(lost)
-    try:
-        shapes = TensorFiles(paths).shapes
-    except DamagedFile as error:
-        assert "x must be there in full, but a part is missing" in str(error)
-    else:
-        assert shapes != {"x": (6, 4)}
-
-
 @pytest.mark.parametrize(("begin", "size"), [(0, 6), (3, 2)])
 def test_a_box_that_nobody_wrote_is_not_made_up(tmp_path: Path, begin, size):
     path = tmp_path / "file"

@@ -1,7 +1,6 @@
 """What sequences begin with is computed once, the head where it is asked for; no number changes."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from nemorl.losses.types import finalize
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.layout import cut, with_the_same_prompt
 from nemorl.parallel.tokens import once, work_of
-from nemorl.runtime.run.registry import training_backend_class
-from tests.parallel.batches import GROUPS, LENGTHS, grouped, nll_loss, random_batch
+from tests.parallel.batches import GROUPS, grouped, nll_loss
 from tests.parallel.ways import set_up
-from tests.ranks import run_ranks
 from tests.tiny_models import ALPHABET, tiny_model
 
 SEGMENTS = st.lists(
@@ -116,43 +113,6 @@ def test_hard_targets_take_the_place_of_the_next_tokens(layout: dict[str, Any]):
     for call in (backend.get_logprobs, lambda given: backend.forward_backward(given, nll_loss)):
         with pytest.raises(ValueError, match=r"target_ids\[.*must be a token id, 0"):
             call(beyond)
-
-
-PLANS: dict[str, list[dict[str, Any]]] = {
-    "dtensor": [{"dp_shard": 2}, {"cp": 2}, {"cp": 2, "cp_method": "allgather"}, {"tp": 2}],
-    "megatron": [{"dp_shard": 2}, {"cp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}],
-}
-
-
-def of_the_gradients_pass(folder: Path, name: str = "dtensor", plan: Any = None) -> Any:
-    """The loss and log-probabilities of targets, in several microbatches."""
-    trainer = {"sequence_packing": True, "micro_batch_tokens": 40, "logprob_chunk": 7}
-    made = training_backend_class(name) if plan else None
-    backend = set_up(path=folder, trainer=trainer, plan={"dp_shard": 1, **(plan or {})}, make=made)
-    batch = random_batch(LENGTHS)
-    batch = replace(batch, target_ids=batch.input_ids * 7 % 30 * (batch.segment_ids > 0))
-    output = backend.forward_backward(batch, nll_loss, token_logprobs=True)
-    expected = backend.get_logprobs(batch).values.where(batch.loss_mask, 0.0)
-    torch.testing.assert_close(output.token_logprobs, expected, atol=2e-6, rtol=1e-5)
-    loss = finalize(backend.optim_step())["loss"]
-    backend.shutdown()
-    return output.token_logprobs, loss
-
-
-def of_plans(folder: Path, name: str) -> list[Any]:
-    return [of_the_gradients_pass(folder, name, plan) for plan in PLANS[name]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANS)
-def test_ranks_give_the_logprobs_of_the_gradients_pass(name: str, tmp_path: Path):
-    tiny_model(scale=2.0, num_hidden_layers=4).save_pretrained(tmp_path)
-    expected, loss = of_the_gradients_pass(tmp_path)
-    assert expected.std() > 0.3
-    for found in run_ranks(2, of_plans, tmp_path, name):
-        for logprobs, each in found:
-            torch.testing.assert_close(logprobs, expected, atol=5e-6, rtol=1e-5)
-            assert each == pytest.approx(loss, rel=1e-5)
 
 
 def test_a_groups_prompt_goes_through_the_decoder_once():

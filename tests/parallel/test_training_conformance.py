@@ -153,24 +153,34 @@ def plain(backend_name: str, **options: Any) -> tuple[nn.Module, torch.optim.Opt
     return model, optimizer
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("tied", [True, False])
-def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tied):
-    model, optimizer = plain(backend_name, tied=tied)
-    backend = make(tiny_model(scale=2.0, tied=tied), **LAYOUTS[layout])
-    for step, lr in enumerate([1e-2, 1e-2, 2e-2 / 3]):
+def check_steps(backend: Any, backend_name: str, given: list[Any], **options: Any) -> None:
+    """Steps with given settings, or None for `train_step`, are those in plain PyTorch."""
+    model, optimizer = plain(backend_name, **options)
+    own = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "max_grad_norm": 0.5}
+    for step, each in enumerate(given):
         batch = random_batch(LENGTHS, seed=step)
-        metrics = finalize(backend.train_step(batch, nll_loss))
+        if each is None:
+            metrics = finalize(backend.train_step(batch, nll_loss))
+        else:
+            expected = backend.get_logprobs(batch).values.where(batch.loss_mask, 0.0)
+            found = backend.forward_backward(batch, nll_loss, token_logprobs=True).token_logprobs
+            torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
+            assert not found.requires_grad
+            metrics = finalize(backend.optim_step(OptimSettings(**each)))
+        lr = [1e-2, 1e-2, 2e-2 / 3, 1e-2 / 3][step]
+        taken = {**own, "lr": lr, **(each or {})}
         optimizer.zero_grad()
         loss = plain_loss(model, batch)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), taken["max_grad_norm"])
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            betas = taken["beta1"], taken["beta2"]
+            group |= {"lr": taken["lr"], "eps": taken["eps"], "betas": betas}
+        optimizer.param_groups[0]["weight_decay"] = taken["weight_decay"]
         optimizer.step()
         assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=ATOL)
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
-        assert metrics["lr"] == pytest.approx(lr)
+        assert metrics["lr"] == pytest.approx(taken["lr"])
         assert metrics["num_tokens"] == sum(LENGTHS)
     if backend_name in ADAPTED:
         model = model.merge_and_unload()
@@ -179,41 +189,19 @@ def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tie
     assert_same_weights(weights(backend), expected, atol=2e-4)
 
 
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("tied", [True, False])
+def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tied):
+    backend = make(tiny_model(scale=2.0, tied=tied), **LAYOUTS[layout])
+    check_steps(backend, backend_name, [None] * 3, tied=tied)
+
+
 def test_settings_are_of_one_step(make, backend_name):
-    model, optimizer = plain(backend_name)
     backend = make(tiny_model(scale=2.0), sequence_packing=True, micro_batch_tokens=40)
-    matrices = optimizer.param_groups[0]
-    own = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "limit": 0.5}
-    given: list[dict[str, Any]] = [
-        {},
-        {"lr": 0.03, "beta1": 0.5, "beta2": 0.8, "eps": 0.01, "weight_decay": 1, "limit": 0.1},
-        {"beta2": 0.5, "limit": math.inf, "lr": 0},
-        {},
-    ]
-    for step, each in enumerate(given):
-        batch = random_batch(LENGTHS, seed=step)
-        found = backend.forward_backward(batch, nll_loss, token_logprobs=True).token_logprobs
-        expected = backend.get_logprobs(batch).values.where(batch.loss_mask, 0.0)
-        torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
-        assert not found.requires_grad
-        settings = {{"limit": "max_grad_norm"}.get(name, name): x for name, x in each.items()}
-        metrics = finalize(backend.optim_step(OptimSettings(**settings) if each else None))
-        optimizer.zero_grad()
-        plain_loss(model, batch).backward()
-        taken = {**own, "lr": 0.01 if step < 3 else 0.01 / 3, **each}
-        norm = nn.utils.clip_grad_norm_(model.parameters(), taken["limit"])
-        for group in optimizer.param_groups:
-            betas = taken.get("beta1", 0.9), taken.get("beta2", 0.95)
-            group |= {"lr": taken["lr"], "eps": taken["eps"], "betas": betas}
-        matrices["weight_decay"] = taken["weight_decay"]
-        optimizer.step()
-        assert metrics["lr"] == pytest.approx(taken["lr"])
-        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
-    assert backend.forward_backward(batch, nll_loss).token_logprobs is None
-    if backend_name in ADAPTED:
-        model = model.merge_and_unload()
-    trained = {name: p.detach() for name, p in model.named_parameters()}
-    assert_same_weights(weights(backend), trained, atol=2e-4)
+    others = {"beta1": 0.5, "beta2": 0.8, "eps": 0.01, "weight_decay": 1, "max_grad_norm": 0.1}
+    given = [{}, {"lr": 0.03, **others}, {"beta2": 0.5, "max_grad_norm": math.inf, "lr": 0}, None]
+    check_steps(backend, backend_name, given)
+    assert backend.forward_backward(random_batch(LENGTHS), nll_loss).token_logprobs is None
 
 
 def test_the_batchs_kind_of_logprobs_is_applied(make):

@@ -20,7 +20,6 @@ from nemorl.models.causal_lm import (
     fresh_head,
     head_of,
     layers_of,
-    warn_of_unused,
 )
 from nemorl.models.hub import loading, weight_files
 from nemorl.models.tensor_files import TensorFiles, shapes_of, stored_names
@@ -62,10 +61,7 @@ def build(
         copy_whole(model, whole.state_dict())
     else:
         assert folder is not None
-        unused = load_folder(model, folder, seed=config.seed)
-        is_reference = frozen and config.trains
-        if world.rank == 0 and not is_reference:
-            warn_of_unused(unused)
+        load_folder(model, folder, seed=config.seed)
     if lora.rank:
         copy_whole(model, fresh_adapters(model, seed=config.seed))
     return model
@@ -110,9 +106,9 @@ def materialize(model: Any, world: World) -> None:
             model._init_weights(module)
 
 
-def load_folder(model: Any, folder: Path, *, seed: int) -> set[str]:
+def load_folder(model: Any, folder: Path, *, seed: int) -> None:
     """Read this rank's piece of every parameter from a folder of safetensors, or make a scalar head
-    from `seed`; return the names that the model does not use.
+    from `seed`.
 
     Raises: ValueError for parameters that are missing or of other shapes.
     """
@@ -128,10 +124,9 @@ def load_folder(model: Any, folder: Path, *, seed: int) -> set[str]:
             wanted = {name: tensor for name, tensor in wanted.items() if name not in SCORE}
         names = stored_names(model)
         names = {name: names[name] for name in names.keys() - stored.shapes.keys()}
-        unused = check_files(model, stored.shapes, shapes_of(wanted, names))
+        check_files(model, stored.shapes, shapes_of(wanted, names))
         for name, tensor in wanted.items():
             fill(tensor, stored, name, names)
-    return unused
 
 
 @torch.no_grad()

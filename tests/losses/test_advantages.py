@@ -246,15 +246,6 @@ def test_advantages_are_computed_in_float64():
     )
 
 
-def test_a_batch_without_differences_teaches_nothing():
-    rewards, groups = torch.tensor([0.7, 0.7, 0.7]), torch.tensor([1, 1, 2])
-    assert not advantages(rewards, groups, baseline="none", scale="batch_std").any()
-    greedy = {"baseline": "greedy", "greedy_rewards": torch.tensor([0.0, 0.0, 1.0])}
-    assert not advantages(rewards, groups, scale="batch_std", **greedy).any()
-    assert not advantages(rewards, groups, baseline="batch_mean", scale="none").any()
-    assert advantages(rewards, groups, baseline="none", scale="none").tolist() == rewards.tolist()
-
-
 def test_a_deviation_that_is_not_defined_leaves_the_difference_as_it_is():
     rewards, groups = torch.tensor([1.0, 3.0]), torch.tensor([1, 1])
     assert advantages(rewards, groups, ddof=2).tolist() == [-1, 1]

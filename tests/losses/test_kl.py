@@ -106,16 +106,6 @@ def test_which_gradient_an_estimator_has_on_average(seed):
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-12)
 
 
-def test_score_and_importance_weights_have_the_right_value():
-    arrays = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[True]])
-    plain = kl(*arrays, estimator="k1")
-    assert torch.equal(kl(*arrays, estimator="k1", gradient="score"), plain)
-    generation = torch.tensor([[-1.0 - math.log(3)]])
-    options = {"estimator": "k1", "gradient": "importance", "generation_logprobs": generation}
-    weighted = kl(*arrays, **options)
-    assert weighted.item() == pytest.approx(3 * plain.item(), rel=1e-6)
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_what_both_exclude_changes_neither_value_nor_gradient(direction):
     values = torch.tensor([[0.3, -1.0, 0.2], [1.0, 0.5, -0.7]], dtype=torch.float64)

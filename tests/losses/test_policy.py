@@ -328,13 +328,3 @@ def test_without_an_advantage_nothing_counts_as_clipped():
         policy.clipped(now, prev, row(0.0, 0.0), row(0.5, 0.5), dual_clip=2.0).metrics
     )
     assert [metrics[f"clip_fraction_{name}"] for name in ("low", "high", "dual")] == [0, 0, 0]
-
-
-def test_kl_loss_passes_its_clamps_on():
-    for options, expected in (
-        ({}, 10.0),
-        ({"output_clamp": None}, 20.0),
-        ({"output_clamp": None, "input_clamp": 30.0}, 30.0),
-    ):
-        options |= {"coef": 1.0, "estimator": "k1"}
-        assert policy.kl_loss(row(0.0), row(-50.0), row(1.0), **options).loss.item() == expected

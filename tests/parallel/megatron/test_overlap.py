@@ -142,33 +142,6 @@ def test_overlap_changes_no_number(name: str, tmp_path: Path):
                 assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
-def left_out(output: ForwardOutput, batch: Any) -> LossOutput:
-    found = nll_loss(output, batch)
-    if torch.distributed.get_rank():
-        return replace(found, loss=torch.zeros((), requires_grad=True))
-    return found
-
-
-def without_some(folder: Path, plan: ParallelPlan) -> dict[str, Tensor]:
-    with small_buckets(1):  # a projection's is complete before others that were made later
-        backend = set_up(folder, plan)
-    for seed in range(2):
-        backend.train_step(random_batch(LENGTHS[0], seed=seed), left_out)
-        backend.train_step(random_batch(LENGTHS[0], seed=seed), nll_loss)
-    found = weights(backend)
-    backend.shutdown()
-    return found
-
-
-@pytest.mark.slow
-def test_overlap_changes_no_number_of_parameters_without_a_gradient(tmp_path: Path):
-    tiny_model(scale=2.0).save_pretrained(tmp_path)
-    plan = ParallelPlan(dp_shard=2)
-    expected, _ = run_ranks(2, without_some, tmp_path, plan)
-    for found in run_ranks(2, without_some, tmp_path, replace(plan, **OVERLAP)):
-        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-
-
 def lost(folder: Path, plan: ParallelPlan) -> tuple[int, str]:
     batch, rank = random_batch(LENGTHS[0]), torch.distributed.get_rank()
     with small_buckets() as reductions:

@@ -62,5 +62,3 @@ def test_a_student_learns_what_its_teacher_says():
     assert finalize(student.optim_step())["loss"] == pytest.approx(expected.item(), rel=1e-6)
     steps = [finalize(student.train_step(batch, distill)) for _ in range(7)]
     assert steps[-1]["divergence"] < 0.7 * expected.item()
-    assert steps[0]["student_mass"] < steps[-1]["student_mass"] < 1
-    assert steps[0]["teacher_mass"] == pytest.approx(steps[-1]["teacher_mass"])

@@ -172,7 +172,7 @@ def check_scored(
 def _check_ids(
     field_name: str,
     name: str,
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[Any],
     vocab_size: int,
     max_positions: int,
     *,

@@ -1,5 +1,6 @@
 """The unit of rollouts: a conversation of an episode with the model."""
 
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -200,43 +201,15 @@ def segments_of(turns: Sequence[Turn]) -> list[Segment]:
     return segments
 
 
-@dataclass
-class _Node:
-    """A place in a tree of tokens, where a turn ends or two differ."""
-
-    tokens: tuple[int, ...]
-    """Of a turn that has come by."""
-    end: int
-    """Tokens up to here."""
-    turn: int = -1
-    """Index of the turn that ends here."""
-    below: "dict[int, _Node]" = field(default_factory=dict)
-    """By their first tokens."""
-
-
 def _continued(turns: Sequence[Turn]) -> list[int]:
-    """Return the index of the turn that each goes on with, −1: none, in time linear in tokens."""
-    root, found = _Node((), 0), list[int]()
-    for number, turn in enumerate(turns):
-        tokens, given = (*turn.prompt, *turn.completion.token_ids), len(turn.prompt)
-        node, longest = root, root.turn
-        while (begin := node.end) < len(tokens):
-            below = node.below.get(tokens[begin])
-            if below is None:
-                below = _Node(tokens, len(tokens))
-            else:
-                part = slice(begin, min(below.end, len(tokens)))
-                ours, theirs, same = tokens[part], below.tokens[part], part.stop
-                if ours != theirs:
-                    pairs = enumerate(zip(ours, theirs, strict=True), begin)
-                    same = next(place for place, (one, other) in pairs if one != other)
-                if same < below.end:
-                    below = _Node(tokens, same, below={below.tokens[same]: below})
-            node.below[tokens[begin]] = node = below
-            if node.end <= given and node.turn >= 0:
-                longest = node.turn
-        node.turn = number
-        found.append(longest)
+    """Return the index of the turn that each goes on with, −1: none."""
+    whole, found = list[bytes](), list[int]()
+    for turn in turns:
+        prompt = array("q", turn.prompt).tobytes()
+        last_first = reversed(range(len(whole)))
+        longest_first = sorted(last_first, key=lambda number: -len(whole[number]))
+        found.append(next((n for n in longest_first if prompt.startswith(whole[n])), -1))
+        whole.append(prompt + array("q", turn.completion.token_ids).tobytes())
     return found
 
 

@@ -47,8 +47,8 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 class Asked:
     """What a prompt was made of."""
 
-    place: int
-    """Of the messages in `Context._places`."""
+    log: list[str]
+    """The tools and the messages as they were passed, as JSON."""
     messages: list[Message]
     """The messages, answers among them as they were sampled."""
     tools: Tools
@@ -63,8 +63,10 @@ class Spoken:
     """An answer, and all that it continues."""
 
     asked: Asked
+    log: list[str]
+    """That of `asked`, and the answer as it was returned."""
     message: Message
-    """As it was returned."""
+    """The dict that was returned."""
     sampled: Message
     """As it was sampled."""
     tokens: tuple[int, ...]
@@ -93,24 +95,23 @@ class Context:
     plain: bool = False
     """The prompt is text without a chat template; what follows is appended."""
     tools: Tools = ()
-    _places: dict[tuple[int, str], int] = field(default_factory=dict)
-    """A tree: the place of messages that end with one, from that of those before it."""
-    _answers: dict[int, list[Spoken]] = field(default_factory=dict)
-    """By the place of the messages with the answer, and by that of the answer alone."""
+    _answers: list[Spoken] = field(default_factory=list)
+    """The latest first."""
 
     def prompt_of(
         self, messages: Sequence[Message], tools: Tools = ()
     ) -> tuple[tuple[int, ...], Asked]:
         """Return the token ids of messages, and what `add` needs."""
         usable = list(tools or self.tools)
-        place, number, found = self._below(0, usable), 0, None
-        for count, message in enumerate(messages, 1):
-            place = self._below(place, message)
-            if place in self._answers:
-                number, found = count, self._answer(place, message)
-        new = [self._as_sampled(message) for message in messages[number:]]
+        log = [_json(usable), *map(_json, messages)]
+        found = max(
+            (each for each in self._answers if each.log == log[: len(each.log)]),
+            key=lambda each: (len(each.log), each.message is messages[len(each.log) - 2]),
+            default=None,
+        )
         before = [*found.asked.messages, found.sampled] if found else []
-        asked = Asked(place, before + new, usable, found)
+        new = [self._as_sampled(message) for message in messages[len(before) :]]
+        asked = Asked(log, before + new, usable, found)
         prompt = self._prompt(asked, new)
         if tools and self.tokenizer is not None:
             require_readable(self._template(tools).source())
@@ -141,20 +142,13 @@ class Context:
             self._require_said(message, given)
         return (*(answer.tokens if answer else ()), *_ids(self.tokenizer, given))
 
-    def _below(self, place: int, part: Any) -> int:
-        key = place, json.dumps(part, sort_keys=True, default=repr)
-        return self._places.setdefault(key, len(self._places) + 1)
-
-    def _answer(self, place: int, message: Message) -> Spoken:
-        answers = self._answers[place]
-        return next((each for each in answers if each.message is message), answers[-1])
-
     def _as_sampled(self, message: Message) -> Message:
-        if message.get("role") == "assistant" and message not in self.messages:
-            place = self._below(-1, message)
-            if place in self._answers:
-                return self._answer(place, message).sampled
-        return dict(message)
+        if message in self.messages:
+            return dict(message)
+        said = _json(message)
+        equal = [each for each in self._answers if each.log[-1] == said]
+        equal.sort(key=lambda each: each.message is not message)
+        return equal[0].sampled if equal else dict(message)
 
     def _require_said(self, message: Message, text: str) -> None:
         said = message.get("content")
@@ -190,10 +184,15 @@ class Context:
             message = {**message, "stop_string": stop}
         tokens = (*prompt, *completion.token_ids)
         answer = Spoken(
-            asked=asked, message=message, sampled=sampled, tokens=tokens, said=said, end=end
+            asked=asked,
+            log=[*asked.log, _json(message)],
+            message=message,
+            sampled=sampled,
+            tokens=tokens,
+            said=said,
+            end=end,
         )
-        for before in (asked.place, -1):
-            self._answers.setdefault(self._below(before, message), []).append(answer)
+        self._answers.insert(0, answer)
         return message
 
     def _spoken(self, prompt: tuple[int, ...], completion: Completion) -> tuple[str, str]:
@@ -260,6 +259,10 @@ def following(text: str, before: str, said: str, end: str, *, plain: bool = Fals
         return rest
     bare = rest.lstrip()
     return bare[len(end) :] if bare.startswith(end) else None
+
+
+def _json(part: Any) -> str:
+    return json.dumps(part, sort_keys=True, default=repr)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

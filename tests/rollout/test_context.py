@@ -324,22 +324,6 @@ def test_answers_that_come_in_another_order_belong_to_their_own_prompts(tokenize
         assert after[: len(kept)] == kept
 
 
-def test_a_conversation_goes_on_with_its_own_tokens_after_another(tokenizers):
-    """A, B, A. Of equal answers that whose dict comes back, or else the latest."""
-    tokenizer = tokenizers["qwen2_5"]
-    context, tokens, asked = begun(tokenizer)
-    kept = []
-    for apart in (True, False):
-        answer = said(tokenizer, "ab", ended=True, apart=apart)
-        kept.append(((*tokens, *answer.token_ids), context.add(tokens, asked, answer)))
-        other, about = context.prompt_of([{"role": "user", "content": "B?"}])
-        context.add(other, about, said(tokenizer, "B", ended=True))
-    (first, message), (second, equal) = kept
-    assert message == equal and first != second
-    for passed, ids in ((message, first), (equal, second), ({**message}, second)):
-        assert context.prompt_of([ASKED, passed, AGAIN])[0][: len(ids)] == ids
-
-
 def test_calls_stay_as_they_were_written_where_earlier_messages_are_dropped(tokenizers):
     tokenizer = tokenizers["qwen2_5"]
     log = [ASKED]

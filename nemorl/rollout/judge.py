@@ -1,7 +1,6 @@
 """Rewards of models behind a URL: `Judge` answers in words, `RewardServer` with a number."""
 
 import asyncio
-import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,8 @@ Compare them briefly. End with "Score: N", N from 0 (wrong) to 10 (right)."""
 FIELD = re.compile(r"\{([a-zA-Z_]\w*)\}")
 CLIENTS: dict[asyncio.AbstractEventLoop, dict["Server", Any]] = {}
 """Connections belong to a loop."""
-LONGEST = 1 << 22
-"""Bytes of an answer."""
+PAUSE_S = 60.0
+"""Longest pause between two attempts, if a server asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class Server:
     """The variable of the key, if any."""
     attempts: int = 6
     timeout_s: float = 60.0
-    """Longest attempt, to the last byte of its answer."""
+    """Longest wait of an attempt for a part of its answer."""
     has_own_limit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -150,40 +149,16 @@ async def _ask(server: Server, path: str, **body: Any) -> Any:
             api_key=os.environ.get(server.api_key_env) or "none",
             timeout=server.timeout_s,
             max_retries=server.attempts - 1,
-            http_client=_bounded(openai.DefaultAsyncHttpxClient, server.timeout_s),
         )
     try:
         body["model"] = server.model
-        return await clients[server].post(path, body=body, cast_to=object)
+        async with asyncio.timeout(server.attempts * (server.timeout_s + PAUSE_S)):
+            return await clients[server].post(path, body=body, cast_to=object)
     except Exception as error:  # an answer may be anything: too deep, of too long numbers
         if getattr(error, "status_code", 0) in (401, 403, 404):
             raise ValueError(
                 f"{server.url} must serve {server.model!r}, but says {error}: check url, model and"
                 f" the key in {server.api_key_env}"
             ) from error
-        raise ConversationFailed(f"{server.url}: {short(str(error), 300)}") from error
-
-
-def _bounded(client: Any, timeout_s: float) -> Any:
-    """Return a client whose answers end in time, and at a size."""
-    import httpx
-
-    class Bounded(client):
-        async def send(self, request: Any, **options: Any) -> Any:
-            data = bytearray()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    response = await super().send(request, **{**options, "stream": True})
-                    async with contextlib.aclosing(response):
-                        async for chunk in response.aiter_bytes():
-                            data += chunk
-                            if len(data) > LONGEST:
-                                raise ValueError(f"answered with more than {LONGEST:,} bytes")
-            except TimeoutError as error:
-                raise httpx.ReadTimeout("the answer took too long") from error  # asked again
-            headers = {k: v for k, v in response.headers.items() if k != "content-encoding"}
-            return type(response)(
-                response.status_code, headers=headers, content=bytes(data), request=request
-            )
-
-    return Bounded()
+        reason = short(str(error) or repr(error), 300)
+        raise ConversationFailed(f"{server.url}: {reason}") from error

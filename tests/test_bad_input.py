@@ -428,21 +428,6 @@ DATA = [
     ),
     file(r"rows\.jsonl, line 2: not JSON .*column", "rows.jsonl", LINE + '{"prompt": "1+1=",\n'),
     file(
-        r"rows\.jsonl, line 2: a row must be a dict .*got \[1\]",
-        "rows.jsonl",
-        LINE + "[1]\n",
-    ),
-    file(
-        r"rows\.csv, line 3: the header has 2 columns, this row has 3",
-        "rows.csv",
-        "prompt,response\n1,2\n1,2,3\n",
-    ),
-    file(
-        r"rows\.json, line 1: .*brackets be less than \d+ deep",
-        "rows.json",
-        f'[{LINE}, {{"prompt": {"[" * 10**5}',
-    ),
-    file(
         r"rows\.jsonl, line 2: text must be Unicode, but it has half a character .*'\\ud800'",
         "rows.jsonl",
         LINE + '{"prompt": "\\ud800", "response": "2"}\n',

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -462,12 +461,8 @@ def _parsed(text: str, path: Path, line: int = 1, remedy: str = "") -> Any:
     except json.JSONDecodeError as error:
         what = f"not JSON ({error.msg} at column {error.colno}): {remedy or short(text)}"
         raise ValueError(f"{path}, line {line + error.lineno - 1}: {what}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path}, line {line}: a number must have at most {sys.get_int_max_str_digits()}"
-            f" digits, and brackets be less than {sys.getrecursionlimit()} deep"
-            f" ({short(str(error))}): give it as text"
-        ) from error
+    except (ValueError, RecursionError) as error:  # of too many digits or brackets
+        raise ValueError(f"{path}, line {line}: can't be read ({error}): {short(text)}") from error
 
 
 def _read_csv(path: Path) -> Iterator[Placed]:

@@ -92,12 +92,12 @@ def test_text_that_looks_like_lines_stays_in_its_row(tmp_path):
         (
             "bad.jsonl",
             '{"a": 1}\n{"a": %s}\n' % ("9" * 5000),
-            r"bad\.jsonl, line 2: a number must have at most 4300 digits",
+            r"bad\.jsonl, line 2: can't be read \(Exceeds the limit \(4300 digits",
         ),
         (
             "bad.jsonl",
             '{"a": %s}\n' % ("[" * 10**5),
-            r"bad\.jsonl, line 1: .*brackets be less than",
+            r"bad\.jsonl, line 1: can't be read \(maximum recursion",
         ),
         ("bad.parquet", "PAR0", r"bad\.parquet: not a Parquet file"),
     ],

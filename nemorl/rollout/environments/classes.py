@@ -213,13 +213,9 @@ def kind_of(make: Callable[..., Any]) -> Any:
     except Exception as error:
         error.add_note(f"This was environment {name_of(make)!r}, made once to see its class.")
         raise
-    if callable(close := getattr(made, "close", None)) and inspect.isawaitable(ends := close()):
-        blocking(_awaited(ends))
+    if callable(close := getattr(made, "close", None)) and inspect.iscoroutine(ends := close()):
+        blocking(ends)
     return type(made)
-
-
-async def _awaited(work: Awaitable[Any]) -> Any:
-    return await work
 
 
 def beside(row: Mapping[str, Any], environment: Any) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@
 import pytest
 
 from nemorl.data.datasets import load_rows, messages_of, to_examples, to_prompts
-from nemorl.data.rows import Row
 from tests.data.tokenizers_small import (
     MARKED,
     assistant,
@@ -111,11 +110,6 @@ def test_of_several_sets_one_may_have_the_standard_name():
         load_rows([[{"question": "a"}], [{"text": "b"}]], prompt_column="question")
 
 
-def test_rows_keep_their_place_through_the_mapping():
-    row = load_rows([{"question": "a", "output": "b"}], prompt_column="question")[0]
-    assert isinstance(row, Row) and row.origin == "row 1"
-
-
 def test_a_prompt_is_not_trained_on_even_where_the_assistant_says_something_in_it():
     for tokenizer in (TOKENIZER, character_tokenizer(MARKED)):
         row = {"prompt": talk("a", "b", "c"), "response": "d"}
@@ -162,18 +156,6 @@ def test_a_rows_tools_reach_the_template():
     for wrong, message in (("[", "JSON text"), (["add"], "a list of tools")):
         with pytest.raises(ValueError, match=f"row 1: tools must be .*{message}"):
             to_prompts([{"prompt": talk("a"), "tools": wrong}], tokenizer)
-
-
-def test_errors_name_file_and_line(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "response": "b"}\n\n{"prompt": "a", "response": 5}\n')
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"rows\.jsonl, line 3: response must be text or messages, got 5 .*data\.response_column"
-        ),
-    ):
-        to_examples(load_rows(path), TOKENIZER)
 
 
 def test_a_message_may_have_no_content_but_keeps_the_key():

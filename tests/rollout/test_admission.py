@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nemorl.data.rows import RowOrder
-from nemorl.rollout.admission import STALE, Actions, Ended, LoopState, Updated, Wanted, decide
+from nemorl.rollout.admission import STALE, Ended, LoopState, Updated, Wanted, decide
 
 ORDERS = {"train": RowOrder(sizes=(7,)), "replay": RowOrder(sizes=(3,), seed=2)}
 
@@ -130,25 +130,6 @@ class Loop(RuleBasedStateMachine):
 
 Loop.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
 TestLoop = Loop.TestCase
-
-
-@given(batch=st.integers(1, 6), counts=st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_staleness_of_0_is_the_synchronous_loop(batch: int, counts: list[int]) -> None:
-    """A step's groups begin when it asks for them, with its weights, and nothing else does."""
-    state, options, begun = LoopState(0), stream(batch=batch, staleness=0), 0
-    for count in counts:
-        state, actions = decide(state, Updated(), **options)
-        assert actions == Actions()
-        state, actions = decide(state, Wanted(count), **options)
-        numbers = [group.ordinal for group in actions.begin]
-        assert numbers == list(range(begun, begun + count))
-        for number in reversed(numbers):
-            assert not actions.give
-            state, actions = decide(state, Ended((number,)), **options)
-        assert list(actions.give) == numbers
-        state, line = state.advance()
-        assert line == {"trained": numbers, "dropped": {}, "open": []}
-        begun += count
 
 
 def test_a_small_step_makes_groups_stale_and_draws_others() -> None:

@@ -54,26 +54,6 @@ def test_a_batch_holds_what_was_sampled(rolled):
         assert rolled.rows[i] is ROWS[i // 3]
 
 
-def test_a_batch_holds_the_experts_of_what_was_computed(rolled):
-    """Of all tokens but the last."""
-    assert rolled.to_batch().routed_experts is None
-    generator, completions = torch.Generator().manual_seed(0), []
-    for i, completion in enumerate(rolled.completions):
-        computed = len(PROMPTS.token_ids[i // 3]) + len(completion.token_ids) - 1
-        experts = torch.randint(0, 9, (computed, 4, 2), generator=generator, dtype=torch.int32)
-        completions.append(replace(completion, routed_experts=experts))
-    changed = [
-        replace(each, turns=(replace(each.turns[0], completion=completion),))
-        for each, completion in zip(rolled.conversations, completions, strict=True)
-    ]
-    found = replace(rolled, conversations=changed).to_batch().routed_experts
-    assert found is not None and found.dtype == torch.int16
-    for own, completion in zip(found, completions, strict=True):
-        experts = completion.routed_experts
-        assert torch.equal(own[: len(experts)].int(), experts)
-        assert (own[len(experts) :] == -1).all() and len(own) > len(experts)
-
-
 def test_a_batch_holds_the_version_that_sampled_each_token(rolled):
     found = rolled.to_batch()
     assert found.policy_versions is not None

@@ -222,15 +222,6 @@ def test_what_was_sampled_stays_in_every_tree_of_chats(tokenizers, name):
     run_state_machine_as_test(lambda: Tree(tokenizer), settings=options)
 
 
-def test_a_template_that_forgets_reasoning_opens_a_segment(tokenizers):
-    for name, count in (("qwen3", 2), ("forgetful", 2), ("chatml", 1), ("qwen2_5", 1)):
-        context, tokens, asked = begun(tokenizers[name])
-        answer = said(tokenizers[name], "<think>\none and one\n</think>\n\n2", ended=True)
-        after, _ = context.prompt_of([ASKED, context.add(tokens, asked, answer), AGAIN])
-        turns = [Turn(prompt=tokens, completion=answer), Turn(prompt=after, completion=answer)]
-        assert len(examples_of(turns)) == count, name
-
-
 @pytest.mark.parametrize("ended", [True, False])
 def test_answers_in_channels_go_on_as_their_template_has_them(tokenizers, ended: bool):
     """gpt-oss: the final answer is the content, and reasoning is left out of the next prompt."""
@@ -281,25 +272,6 @@ def test_an_observation_that_the_template_does_not_render_is_an_error(tokenizers
     answer = context.add(tokens, asked, said(tokenizers[name], "2", ended=True))
     with pytest.raises(ValueError, match=f"the chat template .*{role}"):
         context.prompt_of([ASKED, answer, {"role": role, "content": "It rains."}])
-
-
-def test_calls_of_tools_stay_as_they_were_written(tokenizers):
-    calls = {
-        "qwen2_5": written(1),
-        "qwen3": f"So:\n{written(1)}",
-        "llama3_2": '{"name": "add",  "parameters": {"a": 1}}',
-    }
-    for name, text in calls.items():
-        tokenizer = tokenizers[name]
-        context, tokens, asked = begun(tokenizer, TOOLS)
-        message = context.add(tokens, asked, said(tokenizer, text, ended=True))
-        assert message["tool_calls"] == [
-            {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-        ]
-        after, _ = context.prompt_of([ASKED, message, SUM], TOOLS)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert after[: len(tokens) + len(ids)] == (*tokens, *ids), name
-        assert "7" in tokenizer.decode(list(after[len(tokens) + len(ids) :]))
 
 
 def test_a_template_without_tools_is_an_error(tokenizers):

@@ -358,14 +358,6 @@ def test_all_calls_have_one_event_loop():
     assert len(loops) == 1 and not loops.pop().is_closed()
 
 
-def test_an_async_reward_is_one_of_several():
-    environment = make_environment(
-        [right, FunctionalRewardWrapper(lambda response: len(response), name="long")]
-    )
-    result = environment.step(LOGS[:2], [{"answer": "0"}] * 2)
-    assert result.components == {"right": [1.0, 0.0], "long": [1.0, 1.0]}
-
-
 def test_an_answer_that_nobody_awaits_is_named():
     environment = FunctionalRewardWrapper(lambda response: right("", response, "0"))
     with pytest.raises(ValueError, match=r"it is <coroutine .*: write the function as async def"):

@@ -112,17 +112,6 @@ def test_turns_are_recorded_as_the_engine_made_them(generator):
         ):
             versions[i] = version
         assert examples[0].policy_versions == versions
-    batch = collected(generator, three_turns).to_batch()
-    assert batch.segment_ids.amax(-1).tolist() == [2] * 3 + [1] * 6
-    for each, row, loss, response in zip(
-        found, batch.input_ids, batch.loss_mask, batch.response_mask, strict=True
-    ):
-        examples = examples_of(each.turns)
-        ids = [token for example in examples for token in example.input_ids]
-        assert row[: len(ids)].tolist() == ids
-        assert loss.sum() == each.num_tokens and bool((loss <= response).all())
-        given = len(each.turns[0].prompt)
-        assert not response[:given].any() and response[given : examples[0].num_tokens].all()
 
 
 def test_a_conversation_depends_on_no_other(generator):

@@ -196,12 +196,17 @@ def test_the_end_token_stops(make):
 
 
 def test_an_end_token_that_is_ignored_is_a_token_like_others(make):
-    """Drawn from the same distribution, with the same logprob; other stop tokens still end."""
+    """Drawn from the same distribution, with the same logprob; other stop tokens still end. If not
+    ignored, each ends a response, also one that only the generation configuration names.
+    """
     model = tiny_model(scale=3.0)
     prompt = random_prompts(1, seed=9)[0]
     free = make(model).generate([prompt], greedy(12))[0]
     model.generation_config.eos_token_id = [1, free.token_ids[4]]
     backend = make(model)
+    ended = backend.generate([prompt], greedy(12))[0]
+    assert list(ended.token_ids) == of_transformers(model, prompt, 12)
+    assert len(ended.token_ids) < 12 and ended.finish_reason == "stop"
     going_on = backend.generate([prompt], greedy(12, ignore_eos=True))[0]
     assert going_on == free and len(free.token_ids) == 12 and going_on.truncated
     stop = next(token for token in free.token_ids if token != free.token_ids[4])
@@ -265,18 +270,6 @@ def test_metrics_are_numbers_by_name(make):
     )
 
 
-def test_every_end_token_of_the_model_stops(make):
-    """Also those that only its generation configuration names, as instruction models do."""
-    model = tiny_model(scale=3.0)
-    prompt = random_prompts(1, seed=9)[0]
-    free = make(model).generate([prompt], greedy(12))[0]
-    model.generation_config.eos_token_id = [1, free.token_ids[4]]
-    ours = make(model).generate([prompt], greedy(12))[0]
-    assert list(ours.token_ids) == of_transformers(model, prompt, 12)
-    assert len(ours.token_ids) < 12
-    assert ours.finish_reason == "stop"
-
-
 def test_long_and_short_prompts_together(make):
     model = tiny_model(scale=3.0)
     prompts = [[2] * 200, [3], *random_prompts(30), [4] * 150]
@@ -303,34 +296,31 @@ def test_the_models_positions_end_a_response(make):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "params", "message"),
+    ("token_ids", "message"),
     [
-        ([[2, 42]], SamplingParams(), "of the model's 42 tokens, but prompt 0 has 42"),
-        ([[2], []], SamplingParams(max_new_tokens=4), "prompt 1 is empty"),
-        ([[2], [2] * 256], SamplingParams(), "256 positions, but prompt 1 has 256 tokens"),
-        ([[2], [3]], [SamplingParams()], "there are 1 for 2 prompts"),
+        ([[2, 42]], "of the model's 42 tokens, but {} 0 has 42"),
+        ([[2, -3]], "of the model's 42 tokens, but {} 0 has -3"),
+        ([[2], []], "have at least one token, but {} 1 is empty"),
+        ([[2], [2] * 257], "the model's 256 positions, but {} 1 has 257 tokens"),
     ],
 )
-def test_requests_that_cannot_work_are_refused(make, prompts, params, message):
-    with pytest.raises(ValueError, match=message):
-        make().generate(prompts, params)
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "top_k", "message"),
-    [
-        ([[2], []], 0, "token_ids must have at least one token, but sequence 1 is empty"),
-        ([[2, 42]], 0, "of the model's 42 tokens, but sequence 0 has 42"),
-        ([[2, -3]], 0, "of the model's 42 tokens, but sequence 0 has -3"),
-        ([[2] * 257], 0, "fit in the model's 256 positions, but sequence 0 has 257 tokens"),
-        ([[2]], 43, "top_k must be from 0 to the model's 42 tokens, but it is 43"),
-        ([[2]], -1, "top_k must be from 0 to the model's 42 tokens, but it is -1"),
-    ],
-)
-def test_what_cannot_be_scored_is_refused(make, token_ids, top_k, message):
+def test_tokens_that_the_model_lacks_are_refused(make, token_ids, message):
     backend = make()
+    with pytest.raises(ValueError, match=message.format("prompt")):
+        backend.generate(token_ids, SamplingParams(max_new_tokens=4))
+    with pytest.raises(ValueError, match=message.format("sequence")):
+        score(backend, token_ids)
+
+
+def test_how_much_may_be_asked_for(make):
+    backend = make()
+    with pytest.raises(ValueError, match="256 positions, but prompt 0 has 256 tokens"):
+        backend.generate([[2] * 256], SamplingParams())
+    with pytest.raises(ValueError, match="there are 1 for 2 prompts"):
+        backend.generate([[2], [3]], [SamplingParams()])
     assert len(score(backend, [[2] * 256]).token_logprobs[0]) == 256
     assert score(backend, []).token_logprobs == ()
     assert score(backend, [[2]], top_k=42).top_ids[0].shape == (1, 42)
-    with pytest.raises(ValueError, match=message):
-        score(backend, token_ids, top_k=top_k)
+    for top_k in (43, -1):
+        with pytest.raises(ValueError, match=f"42 tokens, but it is {top_k}"):
+            score(backend, [[2]], top_k=top_k)

@@ -174,12 +174,3 @@ def test_the_model_gets_its_own_attention_and_mode_back_also_after_an_error(trai
         raise KeyError
     assert model.config._attn_implementation == before and model.training is training
     assert torch.backends.cuda.cudnn_sdp_enabled() is cudnn
-
-
-def test_a_cache_is_used_again_by_shorter_and_longer_requests():
-    """What an earlier request left in the slots is never seen by a later one."""
-    model, params = tiny_model(scale=2.0), SamplingParams(max_new_tokens=6, seed=3)
-    prompts, engine = random_prompts(9, seed=4), made(model, 4)
-    alone = [made(model, 4).generate([prompt], params)[0].token_ids for prompt in prompts]
-    engine.generate(prompts, SamplingParams(max_new_tokens=20, seed=1))
-    assert [engine.generate([prompt], params)[0].token_ids for prompt in prompts] == alone

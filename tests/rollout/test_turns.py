@@ -148,25 +148,6 @@ def test_a_conversation_that_fails_ends_alone():
     assert Count.closed == Count.opened == 9 + 3 * 2 + 9  # the second group three times
 
 
-def test_members_are_missing_and_the_baseline_is_of_the_others():
-    async def sometimes(row, policy) -> Outcome:
-        said = await policy.sample(policy.prompt)
-        if row["answer"] == "1" and (hash(said.token_ids) % 3 == 0 or sum(said.token_ids) % 2):
-            raise ConversationFailed("no judge")
-        return Outcome(reward=float(sum(said.token_ids)))
-
-    found = collected(sometimes, sampling=replace(SAMPLING, n=6))
-    sizes = [found.group_id.tolist().count(group) for group in range(3)]
-    assert sizes[1:] == [6, 6] and 2 <= sizes[0] < 6 and len(found.failed) == 6 - sizes[0]
-    values = advantages.grpo(found.rewards, found.group_id)
-    for group in range(3):
-        rewards = found.rewards[found.group_id == group].double()
-        mean = sum(rewards) / len(rewards)
-        std = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
-        expected = [(r - mean) / (std + 1e-6) for r in rewards]
-        torch.testing.assert_close(values[found.group_id == group].double(), torch.stack(expected))
-
-
 def test_a_group_gets_replacements_where_less_than_two_are_left():
     begun: dict[str, int] = {}
 

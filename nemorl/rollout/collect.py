@@ -78,20 +78,16 @@ class Rollouts:
     def __len__(self) -> int:
         return len(self.conversations)
 
-    @cached_property
-    def _known(self) -> dict[str, Tensor]:
-        return {name: x for name, x in self.components.items() if not x.isnan().all()}
-
     @property
     def correct(self) -> Bool[Tensor, "batch"] | None:
         """Whether the only reward, or the only one of several with accuracy in its name, is at
         least 1; None: there is no such one, or environments differ in it.
         """
-        if any(values.isnan().any() for values in self._known.values()):
+        if any(values.isnan().any() for values in self.components.values()):
             return None
-        if len(self._known) < 2:
-            return next(iter(self._known.values()), self.rewards) >= 1
-        named = [values for name, values in self._known.items() if "accuracy" in name]
+        if len(self.components) < 2:
+            return next(iter(self.components.values()), self.rewards) >= 1
+        named = [values for name, values in self.components.items() if "accuracy" in name]
         return named[0] >= 1 if len(named) == 1 else None
 
     def judged(self, index: int) -> dict[str, Any]:
@@ -105,13 +101,13 @@ class Rollouts:
         return {
             "reward": float(self.rewards.mean()),
             **({} if correct is None else {"accuracy": float(correct.float().mean())}),
-            **{f"reward/{name}": float(x.nanmean()) for name, x in self._known.items()},
+            **{f"reward/{name}": float(x.nanmean()) for name, x in self.components.items()},
         }
 
     def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
         """Return one response's components, if any, for a log: {"rewards": {name: value}}."""
-        parts = {name: float(values[index]) for name, values in self.components.items()}
-        parts = {name: value for name, value in parts.items() if not math.isnan(value)}
+        found = {name: float(values[index]) for name, values in self.components.items()}
+        parts = {name: value for name, value in found.items() if not math.isnan(value)}
         return {"rewards": parts} if parts else {}
 
     @property
@@ -303,11 +299,12 @@ def kind_of(sampling: SamplingParams) -> LogprobKind:
 def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
     """Return some of the responses, in the order given."""
     index = torch.tensor(list(keep), dtype=torch.long)
+    found = {name: values[index] for name, values in rollouts.components.items()}
     return replace(
         rollouts,
         conversations=[rollouts.conversations[i] for i in keep],
         rewards=rollouts.rewards[index],
-        components={name: values[index] for name, values in rollouts.components.items()},
+        components={name: x for name, x in found.items() if not x.isnan().all()},
     )
 
 

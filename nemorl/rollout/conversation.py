@@ -215,12 +215,14 @@ def _continued(turns: Sequence[Turn]) -> list[int]:
 
 def turns_of(turns: Sequence[Turn]) -> list[int]:
     """Return the turn, from 1, that sampled each token of `examples_of`; 0 of other tokens."""
+    return [number for segment in segments_of(turns) for number in _sampled_by(segment)]
+
+
+def _sampled_by(segment: Segment) -> list[int]:
     found = list[int]()
-    for segment in segments_of(turns):
-        begin = len(found)
-        for number, turn in zip(segment.numbers, segment.turns, strict=True):
-            given = len(turn.prompt) - (len(found) - begin)
-            found += [0] * given + [number] * len(turn.completion.token_ids)
+    for number, turn in zip(segment.numbers, segment.turns, strict=True):
+        found += [0] * (len(turn.prompt) - len(found))
+        found += [number] * len(turn.completion.token_ids)
     return found
 
 
@@ -228,10 +230,10 @@ def _example(segment: Segment) -> Example:
     first = len([*segment.shared, *segment.turns][0].prompt)
     said = [turn.completion for turn in segment.turns]
     known = all(len(each.policy_versions) == len(each.token_ids) for each in said)
-    sampled, logprobs, versions = list[bool](), list[float](), list[int]()
+    sampled = [number > 0 for number in _sampled_by(segment)]
+    logprobs, versions = list[float](), list[int]()
     for turn in segment.turns:
-        given = len(turn.prompt) - len(sampled)
-        sampled += [False] * given + [True] * len(turn.completion.token_ids)
+        given = len(turn.prompt) - len(logprobs)
         logprobs += [0.0] * given + list(turn.completion.logprobs)
         versions += [-1] * given + list(turn.completion.policy_versions)
     return Example(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -203,7 +203,6 @@ class Trainer:
     """A model with the settings of an algorithm, and what it is trained on.
 
     The arguments are as in `nemorl.train`, or have TRL's names. Nothing is loaded before `fit`.
-    Subclasses are refused methods that nothing would call.
     """
 
     algorithm: ClassVar[str]
@@ -211,18 +210,6 @@ class Trainer:
     config: BaseConfig
     given: Mapping[str, Any]
     """Arguments of `fit`, and the tokenizer, that are known already."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for name, value in vars(cls).items():
-            require(
-                hasattr(Trainer, name) or name.startswith("__") or not callable(value),
-                f"{cls.__name__}.{name}",
-                "must override a method of the trainers, which call no others",
-                name,
-                'pass loss="my_file.py:my_loss", reward_fn= and callbacks=, or write the loop'
-                " yourself with nemorl.open_run",
-            )
 
     def __init__(
         self,
@@ -301,14 +288,6 @@ class Trainer:
                 ' run={"dir": "runs/x", "resume": True}'
             )
         return self.fit()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"{type(self).__name__} has no {name}: train and fit return a result with metrics,"
-                " model and paths.hf, the trained model's folder"
-            )
 
     def _changed(self) -> dict[str, Any]:
         now = flat(without_secrets(to_dict(self.config)))

@@ -16,7 +16,6 @@ from nemorl.data.rows import (
     StreamedRows,
     first_of,
     for_rows,
-    origin_of,
     split_rows,
 )
 from nemorl.data.sources import DataModule, has_splits, known_set, sources_of
@@ -158,26 +157,10 @@ def tokenised_prompts(
         "leave room for the prompt; SFT that validates on questions samples answers, too",
     )
     prompts = to_prompts(with_environment_tools(environment, rows, tokenizer), tokenizer)
-    _warn_of_unknown(first_of(rows), first_of(prompts), tokenizer)
     tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
     rollout = getattr(config, "rollout", RolloutConfig())
     limits = rollout.limits(longest)
     return Prompts(kept, tokens, tokenizer=tokenizer, limits=limits, shows_tools=True), lengths
-
-
-def _warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Any) -> None:
-    names = ("unk_token_id", "bos_token_id", "eos_token_id")
-    unknown, *others = (getattr(tokenizer, name, None) for name in names)
-    if unknown is None or unknown in others:  # GPT-2's stands for nothing that it can't write
-        return
-    special = set(tokenizer.all_special_ids)
-    found = [i for i, ids in enumerate(prompts) if unknown in ids and special.issuperset(ids)]
-    if found:
-        warn(
-            f"{origin_of(rows[found[0]], found[0])}: the prompt has unknown tokens"
-            f" ({tokenizer.unk_token}) only, like {len(found)} of {len(prompts)} prompts: use the"
-            " tokenizer that the model was made with, or prompts of its language"
-        )
 
 
 def within_limit(

@@ -378,15 +378,6 @@ def test_sigterm_in_a_reward_is_no_exit_of_the_reward(tmp_path: Path):
         start(grpo_config(tmp_path), reward=reward)
 
 
-def test_prompts_of_unknown_tokens_only_are_warned_of(tmp_path: Path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("1+É=", "ÉÉ", "a", "Ü")))
-    message = r"rows\.jsonl, line 2: the prompt has unknown tokens \(<pad>\) only, like 2 of 4 pr"
-    config = grpo_config(tmp_path / "run")
-    with pytest.warns(UserWarning, match=message), opened(config, train=str(rows)) as run:
-        run.prompts()
-
-
 def test_what_takes_less_memory_is_said_where_there_is_too_little(tmp_path: Path):
     with (
         pytest.raises(RuntimeError, match="can't allocate memory") as caught,

@@ -156,12 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if not is_follower():
         try:
-            code, problem = _main(argv), _unprintable()
-        except OSError as error:
-            code, problem = 0, _unprintable()
-            if problem is None and not isinstance(error, BrokenPipeError):
-                raise
-        return _fail("nemorl", problem, 1) if problem and code == 0 else code
+            code = _main(argv)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # nobody reads the rest
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         return _main(argv)
 
@@ -246,8 +246,7 @@ def _execute(
     except KeyboardInterrupt as stop:
         return _fail(prog, "\n".join(["interrupted", *_notes(stop)]), 130)
     except BrokenPipeError:
-        _unprintable()
-        return 0
+        raise
     except Exception as error:
         kinds = ValueError | OSError | FloatingPointError | ExitInUserCode | ReceiptError
         expected = isinstance(error, kinds) or memory_advice(error) is not None
@@ -257,19 +256,8 @@ def _execute(
         return _fail(prog, _message(error, parsed=config is not None), code)
 
 
-def _unprintable() -> str | None:
-    """Return why output can't be written, "" if nobody reads it, else None; drop it."""
-    try:
-        print(end="", flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        closed = isinstance(error, BrokenPipeError)
-        return "" if closed else f"the standard output can't be written to: {error.strerror}"
-    return None
-
-
 def _message(error: Exception, *, parsed: bool) -> str:
-    kind, text = "", (isinstance(error, OSError) and _unprintable()) or str(error)
+    kind = ""
     if _of_the_users(error):
         kind, others = f"{type(error).__name__}: ", (str(Path(__file__).parents[2]), *PLUMBING)
         frames = traceback.extract_tb(error.__traceback__)
@@ -277,7 +265,7 @@ def _message(error: Exception, *, parsed: bool) -> str:
         print(*traceback.format_list(theirs), sep="", end="", file=sys.stderr)
     unclear = parsed and not _of_our_own(error)
     hint = " (NEMORL_TRACEBACK=1 shows where this came from)" if unclear else ""
-    return "\n".join([f"{kind}{text}", *_notes(error)]) + hint
+    return "\n".join([f"{kind}{error}", *_notes(error)]) + hint
 
 
 def _of_our_own(error: BaseException) -> bool:

@@ -504,13 +504,6 @@ def test_warnings_and_pipes(launched, capfd, monkeypatch):
     assert subprocess.run(program, shell=True, capture_output=True).stderr == b""
 
 
-def test_a_full_disk_for_the_output_is_one_line():
-    program = f"{sys.executable} -m nemorl.runtime.cli.main grpo --print-config > /dev/full"
-    done = subprocess.run(program, shell=True, capture_output=True, text=True)
-    problem = "error: the standard output can't be written to: No space left on device"
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and problem in done.stderr
-
-
 @pytest.mark.parametrize(
     "note",
     [

@@ -3,12 +3,11 @@ settings of a file name code.
 """
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, Literal
@@ -17,7 +16,7 @@ import yaml
 from yaml.composer import Composer
 from yaml.nodes import MappingNode, ScalarNode
 
-MAX_TEXT = MAX_VALUES = 10_000_000
+MAX_TEXT, MAX_VALUES = 10_000_000, 1_000_000
 """Characters of a file, and values with each alias written out."""
 
 _BREAK = re.compile("[\x85\u2028\u2029]")
@@ -72,10 +71,12 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
             raise yaml.YAMLError(f"line {line} has {code}, a line break in YAML 1.1: escape it")
         loader = _Loader(text)
         node = loader.get_single_node()
-        _count(node, {})
         lines = _lines(node)
         tree = {} if node is None else loader.construct_document(node)
-        plain = json.loads(json.dumps(tree, default=str))
+        parts = [*islice(json.JSONEncoder(default=str).iterencode(tree), MAX_VALUES + 1)]
+        if len(parts) > MAX_VALUES:
+            raise yaml.YAMLError(f"more than {MAX_VALUES} values: remove aliases (*name)")
+        plain = json.loads("".join(parts))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"can't read the config file {path}: {why}") from None
@@ -153,25 +154,6 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 def _error(problem: str, mark: Any) -> yaml.YAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-
-
-def _count(node: Any, counts: dict[int, float]) -> float:
-    """Return how many values a node has, with each alias written out."""
-    if id(node) in counts:
-        return counts[id(node)]
-    children: list[Any] = []
-    counts[id(node)] = math.inf
-    if node is not None and not isinstance(node, ScalarNode):
-        mapping = isinstance(node, MappingNode)
-        children = list(chain.from_iterable(node.value)) if mapping else node.value
-    counts[id(node)] = count = sum((_count(child, counts) for child in children), 1.0)
-    if count > MAX_VALUES:
-        raise _error(
-            f"with aliases (*name) written out it must have at most {MAX_VALUES} values, and none"
-            " may contain itself: remove aliases",
-            node.start_mark,
-        )
-    return count
 
 
 def _lines(node: Any, prefix: str = "") -> dict[str, int]:

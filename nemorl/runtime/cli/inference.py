@@ -45,7 +45,7 @@ from nemorl.runtime.run.data import Reward, Rows, check_names, print_known, read
 from nemorl.runtime.run.devices import check_device, computes_on_accelerator, this_machine
 from nemorl.runtime.run.launch import model_config_of, workers_of
 from nemorl.runtime.run.parts import proofs_of
-from nemorl.runtime.run.registry import check_generation, get_generation_backend
+from nemorl.runtime.run.registry import check_generation, get_generation_backend, require_score
 from nemorl.runtime.run.samples import said
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
@@ -98,13 +98,14 @@ def evaluate_config(
         for part in sets:
             mine = numbered.take(range(begin, begin + len(part.rows)))
             begin += len(part.rows)
+            slices = _with_progress(mine, max(3, at_a_time))
             if config.choices is not None:
-                for some in _with_progress(mine, max(3, at_a_time)):
+                for some in slices:
                     answers += _chosen(generator, some, part, config.choices)
                 continue
             found = [
                 collect(generator, part.environment, some, sampling, seed=config.seed)
-                for some in _with_progress(mine, max(3, at_a_time))
+                for some in slices
             ]
             joined = join(found)
             answers += _records(joined, part)
@@ -158,9 +159,7 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
     for number, (part, name) in enumerate(zip(sources_of(source), set_names(source), strict=True)):
         mine = [row for row in rows if row.source == number][: config.max_rows]
         environment = None
-        if config.choices is not None:
-            for_rows(mine, partial(_choices_of, config.choices))
-        else:
+        if config.choices is None:
             judge = reward_for(config.reward, part) if reward is None else reward
             environment = make_environment(
                 judge,
@@ -194,18 +193,20 @@ def _metrics(rollouts: Rollouts, prefix: str) -> dict[str, float]:
     return {prefix + name: value for name, value in found.items()}
 
 
+def _heading(part: _Set, row: Mapping[str, Any], group: Any, prompt: str) -> dict[str, Any]:
+    category = None if part.category is None else row.get(part.category)
+    named = {} if category is None else {"category": str(category)}
+    return {"data": part.name, "group": int(group), **named, "prompt": prompt}
+
+
 def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
     records = []
     for i, completion in enumerate(rollouts.completions):
         row, read = rollouts.rows[i], rollouts.answers[i]
         conversation = rollouts.conversations[i]
-        category = None if part.category is None else row.get(part.category)
         records.append(
             {
-                "data": part.name,
-                "group": int(rollouts.group_id[i]),
-                **({} if category is None else {"category": str(category)}),
-                "prompt": conversation.text,
+                **_heading(part, row, rollouts.group_id[i], conversation.text),
                 "response": completion.text,
                 "answer": row.get("answer"),
                 **({} if read is None else {"extracted_answer": read}),
@@ -226,49 +227,48 @@ def _choices_of(template: str, row: Mapping[str, Any]) -> tuple[list[str], list[
     column, *more = [name for _, name in parts if name]
     remedy = 'write it as COLUMN or " {COLUMN}"'
     require(not more, "choices", "must name one column", template, remedy)
-    choices, answer = row.get(column), row.get("answer")
-    texts = choices if isinstance(choices, list) else []
-    fits = len(texts) > 1 and all(isinstance(text, str) and text for text in texts)
+    texts: Any = row.get(column)
+    answer, several = row.get("answer"), isinstance(texts, list) and len(texts) > 1
+    fits = several and all(isinstance(text, str) and text for text in texts)
     must, remedy = "must be a list of at least two texts", "name another column by choices"
-    require(fits, f"the column {column}", must, choices, remedy)
+    require(fits, f"the column {column}", must, texts, remedy)
     ways = [*map(str, range(len(texts))), *ascii_uppercase[: len(texts)]]
     ways = texts + ways if isinstance(answer, str) else ways
     must, remedy = "must be one of the choices, its index from 0, or its letter", "name its column"
     require(str(answer) in ways, "answer (data.answer_column)", must, answer, remedy)
-    right = ways.index(str(answer)) % len(texts)
     framed = ["".join(part + (text if name else "") for part, name in parts) for text in texts]
-    return texts, framed, right
+    return texts, framed, ways.index(str(answer)) % len(texts)
+
+
+def _tokens_of(tokenizer: Any, template: str, row: Mapping[str, Any]) -> list[list[int]]:
+    """Return the tokens of each choice's text alone, as of a response."""
+    _, framed, _ = _choices_of(template, row)
+    tokens = tokenizer(framed, add_special_tokens=False)["input_ids"]
+    must, remedy = "must have a token in each text", "change the text, or the tokenizer"
+    require(all(tokens), "choices", must, framed, remedy)
+    return tokens
 
 
 def _chosen(
     generator: GenerationBackend, prompts: Prompts, part: _Set, template: str
 ) -> list[dict[str, Any]]:
     """Return a record for each prompt: the choice that is likeliest to follow it, by the sum of its
-    tokens' log-probabilities, and by that sum per byte. A choice's tokens are those of its text
-    alone, as of a response.
+    tokens' log-probabilities, and by that sum per byte.
     """
-    every = [_choices_of(template, row) for row in prompts.rows]
-    encoded = [prompts.tokenizer(texts, add_special_tokens=False) for _, texts, _ in every]
-    tokens = [each["input_ids"] for each in encoded]
-    sequences = [
-        [*prompt, *ids]
-        for prompt, choices in zip(prompts.token_ids, tokens, strict=True)
-        for ids in choices
-    ]
+    tokens = [_tokens_of(prompts.tokenizer, template, row) for row in prompts.rows]
+    pairs = zip(prompts.token_ids, tokens, strict=True)
+    sequences = [[*prompt, *ids] for prompt, choices in pairs for ids in choices]
     scores = iter(blocking(generator.score(sequences)).token_logprobs)
     records = []
-    for i, (row, (texts, _, right)) in enumerate(zip(prompts.rows, every, strict=True)):
+    for i, row in enumerate(prompts.rows):
+        texts, _, right = _choices_of(template, row)
         begin = len(prompts.token_ids[i])
         logprobs = [float(next(scores)[begin:].sum(dtype=float)) for _ in texts]
-        by_byte = [value / len(text.encode()) for value, text in zip(logprobs, texts, strict=True)]
+        by_byte = [x / len(text.encode()) for x, text in zip(logprobs, texts, strict=True)]
         best = logprobs.index(max(logprobs))
-        category = None if part.category is None else row.get(part.category)
         records.append(
             {
-                "data": part.name,
-                "group": int(prompts.groups[i]),
-                **({} if category is None else {"category": str(category)}),
-                "prompt": text_of(messages_of(row)),
+                **_heading(part, row, prompts.groups[i], text_of(messages_of(row))),
                 "response": texts[best],
                 "answer": texts[right],
                 "reward": float(best == right),
@@ -420,6 +420,9 @@ def _loaded(
         model.chat_template_kwargs,
     )
     warn_of_strings(rows, tokenizer)
+    if (choices := getattr(config, "choices", None)) is not None:
+        require_score(config.generation)
+        for_rows(rows, partial(_tokens_of, tokenizer, choices))
     token_ids = to_prompts(with_environment_tools(environment, rows, tokenizer), tokenizer)
     backend: Any = get_generation_backend(config.generation.backend)
     if traits.embedded and traits.shares_model and of_model is not None:

@@ -238,6 +238,17 @@ def get_generation_backend(name: str) -> "type[GenerationBackend]":
     return as_generation_backend(load(_get(name, GENERATION_BACKENDS, "generation backend")))
 
 
+def require_score(config: GenerationConfig) -> None:
+    """Refuse a generation backend that gives no log-probabilities of tokens."""
+    from nemorl.rollout.generation import GenerationBackend
+
+    cls = load(_get(config.backend, GENERATION_BACKENDS, "generation backend"))
+    score, sample = (has_own(cls, name, GenerationBackend) for name in ("score", "sample"))
+    fits = score or (not sample and config.traits.shares_model)  # the model scores beside it
+    must, remedy = "must have the method score for choices", "add it, or omit --choices"
+    require(fits, "generation.backend", must, config.backend, remedy)
+
+
 def check_generation(config: GenerationConfig, model: Any, machine: Machine) -> None:
     """Refuse settings or a model (None: unknown) that a generation backend can't use."""
     if check := GENERATION_CHECKS.get(config.backend):

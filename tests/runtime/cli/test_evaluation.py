@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
 import nemorl
 from nemorl import TurnResult
@@ -18,6 +19,7 @@ from nemorl.rollout.evaluation import (
     summaries,
 )
 from nemorl.runtime.cli.main import main, parse
+from nemorl.runtime.run import registry
 from nemorl.runtime.store.directory import read_lines
 from tests.data.known_samples import hub
 from tests.rollout.backends import reference_logprobs
@@ -152,6 +154,7 @@ def test_the_likeliest_choice_is_the_answer(tmp_path: Path, capsys):
     [
         ({"choices": ["2"]}, {}, "row 1: the column choices must be a list of at least two texts"),
         ({"choices": "23"}, {}, "must be a list of at least two texts, but it is '23'"),
+        ({"choices": ["É", "3"]}, {}, "row 1: choices must have a token in each text, but it is"),
         ({"choices": ["", "2"]}, {}, "must be a list of at least two texts"),
         ({"answer": 3}, {}, "must be one of the choices, its index from 0, or its letter, but it"),
         ({"answer": "D"}, {}, "but it is 'D': name its column"),
@@ -160,10 +163,18 @@ def test_the_likeliest_choice_is_the_answer(tmp_path: Path, capsys):
         ({}, {"reward": "contains_answer"}, "reward is not used with choices"),
         ({}, {"reward": lambda response: 1.0}, "choices must be given without reward"),
         ({}, {"temperature": 0.5}, "generation.temperature is not used with choices"),
+        ({}, {"backend": "unscored"}, "generation.backend must have the method score for choices"),
     ],
 )
-def test_choices_that_cannot_be_scored_are_refused(row, others, message, tmp_path: Path):
+def test_choices_that_cannot_be_scored_are_refused(
+    row, others, message, tmp_path: Path, monkeypatch
+):
     """Before the model, which is not there, is loaded."""
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("É", "")
+    tokenizer.save_pretrained(tmp_path)
+    unscored = type("Unscored", (), {"sample": print})
+    monkeypatch.setitem(registry.GENERATION_BACKENDS, "unscored", unscored)
     rows = [{"prompt": "1+1=", "choices": CHOICES, "answer": "3", **row}]
     with pytest.raises(ValueError, match=message):
         nemorl.evaluate(str(tmp_path), rows, **{"choices": "choices", **others})

@@ -142,20 +142,6 @@ def test_every_setting_has_its_names(cls: type[Any], monkeypatch: pytest.MonkeyP
             assert make_config(command, **{name: each}) == cls()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("async_", {"max_staleness": 2}),
-        ("async_", nemorl.AsyncConfig(max_staleness=2)),
-        ("async__max_staleness", 2),
-        ("async___max_staleness", 2),
-        ("max_staleness", 2),
-    ],
-)
-def test_a_section_with_the_name_of_a_keyword(name: str, value: Any):
-    assert trainer(**{name: value}).config.async_ == nemorl.AsyncConfig(max_staleness=2)
-
-
 def trainer(**arguments: Any) -> nemorl.GRPOTrainer:
     return nemorl.GRPOTrainer("model", **arguments)
 

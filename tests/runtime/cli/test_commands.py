@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import nemorl
 from nemorl.runtime.cli.main import main
 from nemorl.runtime.store.directory import read_lines
 from tests.runtime.runs import addition_rows, rows_file, saved_model
@@ -32,7 +31,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data += " --data.prompt-column question"
     sft = f"--model.path {folder}/model --run.dir {folder}/sft --optimizer.lr 1e-2 {data}"
     assert main(f"sft --max-num-steps 120 --train-global-batch-size 16 {sft}".split()) == 0
-    grpo = f"--model.path {folder}/sft/hf --run.dir {folder}/grpo --config {folder}/settings.yaml"
+    grpo = f"--model.path {folder}/sft --run.dir {folder}/grpo --config {folder}/settings.yaml"
     assert main(f"grpo --preset dr_grpo {grpo} --max-num-steps 2 {data}".split()) == 0
     return folder
 
@@ -47,24 +46,6 @@ def test_resume_by_naming_the_directory(workplace: Path):
     assert main(["grpo", "--run.dir", str(moved), "--run.resume", "--max-num-steps", "3"]) == 0
     assert steps(moved) == [1, 2, 3]
     assert not (workplace / "grpo").exists()
-
-
-@pytest.mark.slow
-def test_eval(workplace: Path, capsys):
-    rows = ["--validation", str(workplace / "rows.jsonl")]  # whose columns the run knows
-    output = ["--output", str(workplace / "answers.jsonl"), "--device", "cpu"]
-    assert main(["eval", "--model", str(workplace / "sft"), *rows, *output]) == 0
-    answers = read_lines(workplace / "answers.jsonl")
-    accuracy = sum(answer["reward"] for answer in answers) / len(answers)
-    assert len(answers) == 40
-    assert accuracy > 0.5
-    out, err = capsys.readouterr()
-    assert f"{accuracy:.3f}"[:4] in out
-    told = f"settings of the run {workplace / 'sft'}: data.prompt_column 'question', generation."
-    assert f"{told}max_new_tokens 4\n" in err
-    given = (workplace / "sft", str(workplace / "rows.jsonl"))
-    result = nemorl.evaluate(*given, device="cpu")  # whose run knows them, too
-    assert result["answers"] == answers and f"{told}max_new_tokens 4\n" in capsys.readouterr().err
 
 
 def test_generate(workplace: Path, capsys):

@@ -147,6 +147,9 @@ def test_the_likeliest_choice_is_the_answer(tmp_path: Path, capsys):
     assert main(["compare", *answers, "--json"]) == 0
     compared = map(json.loads, capsys.readouterr().out.splitlines())
     assert {each["metric"] for each in compared} == {"accuracy", "accuracy_norm"}
+    assert main(["compare", *answers]) == 0
+    text = capsys.readouterr().out
+    assert "p value" in text and "letter" in text
 
 
 @pytest.mark.parametrize(
@@ -366,18 +369,6 @@ def test_prompts_are_compared_wherever_they_stand():
     second = [{**first[old], "group": new, "prompt": text} for new, old, text in places]
     (line,) = comparison(first, second)
     assert (line["num_prompts"], line["difference"], line["difference_ci"]) == (4, 0, 0)
-
-
-def test_compare(model: str, sets: list[str], tmp_path: Path, capsys):
-    files = [str(tmp_path / f"{reward}.jsonl") for reward in ("a", "b")]
-    for file, n in zip(files, ("1", "3"), strict=True):
-        options = ["-n", n, "--temperature", "1", "--reward", "contains_answer", "--by", "kind"]
-        command = ["eval", "--model", model, "--validation", sets[0], *options, *CPU]
-        assert main([*command, "--output", file]) == 0
-    capsys.readouterr()
-    assert main(["compare", *files]) == 0
-    text = capsys.readouterr().out
-    assert "p value" in text and "hard" in text
 
 
 GAME = """

@@ -11,8 +11,8 @@ from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM
 
 import nemorl
-from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.runtime.run import registry
+from tests.runtime.run.test_small_backends import Small
 from tests.runtime.runs import addition_rows, of_phase, saved_model
 
 
@@ -37,35 +37,10 @@ class Digits(nemorl.EnvironmentInterface):
         return batch, {"mean_digits": float(batch["rewards"].mean())}
 
 
-class PlainBackend(nemorl.TrainingBackend):
+class PlainBackend(Small, nemorl.TrainingBackend):
     def setup(self, config: nemorl.BackendConfig) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(config.model.path)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config.optimizer.lr)
-
-    def _logprobs(self, batch: nemorl.TokenBatch) -> torch.Tensor:
-        logits = self.model(batch.input_ids, use_cache=False).logits[:, :-1].log_softmax(-1)
-        found = logits.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
-        return torch.nn.functional.pad(found, (1, 0))
-
-    def train_step(self, batch: nemorl.TokenBatch, loss_fn: LossFn) -> dict[str, Any]:
-        self.optimizer.zero_grad()
-        output = loss_fn(ForwardOutput(self._logprobs(batch)), batch)
-        output.loss.backward()
-        self.optimizer.step()
-        return {"loss": output.loss.item(), **output.metrics}
-
-    @torch.no_grad()
-    def get_logprobs(self, batch: nemorl.TokenBatch) -> torch.Tensor:
-        return self._logprobs(batch)
-
-    def save_checkpoint(self, path: Path) -> None:
-        torch.save(self.model.state_dict(), path / "weights.pt")
-
-    def load_checkpoint(self, path: Path) -> None:
-        self.model.load_state_dict(torch.load(path / "weights.pt"))
-
-    def shutdown(self) -> None:
-        self.model = None
+        self.model = self.network = AutoModelForCausalLM.from_pretrained(config.model.path)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=config.optimizer.lr)
 
 
 class Sampler(nemorl.GenerationBackend):

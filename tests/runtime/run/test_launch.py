@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import nemorl
 from nemorl.runtime.run import devices
@@ -52,20 +51,6 @@ def test_by_name_equals_by_object(make, saved, tmp_path: Path):
     assert list(map(numbers, named.history)) == list(map(numbers, given.history))
 
 
-def test_export_of_a_checkpoint(saved, tmp_path: Path):
-    from transformers import AutoModelForCausalLM
-
-    result = nemorl.run(
-        by_name(sft_config(tmp_path / "run", steps=2, run={"save_period": 1}), saved)
-    )
-    for step in (1, None):
-        output = str(tmp_path / f"out{step}")
-        folder = nemorl.export(run=str(tmp_path / "run"), output=output, step=step)
-        exported = AutoModelForCausalLM.from_pretrained(folder).parameters()
-        same = all(map(torch.equal, exported, result.model.parameters()))
-        assert same is (step is None)
-
-
 def test_export_replaces_nothing_but_an_export(saved, tmp_path: Path):
     nemorl.run(by_name(grpo_config(tmp_path / "run", steps=1), saved))
     mine = tmp_path / "mine"
@@ -97,14 +82,6 @@ def test_an_export_keeps_what_the_model_knew(tmp_path: Path):
     found = GenerationConfig.from_pretrained(tmp_path / "run" / "hf")
     assert (found.eos_token_id, found.temperature) == ([1, 5], 0.6)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "hf").chat_template == template
-
-
-def test_a_run_directory_is_a_model_too(saved, tmp_path: Path):
-    nemorl.run(by_name(sft_config(tmp_path / "first", steps=1, run={"export": True}), saved))
-    again = by_name(
-        grpo_config(tmp_path / "second", steps=1), {**saved, "model": str(tmp_path / "first")}
-    )
-    assert nemorl.run(again).metrics["response_length"] > 0
 
 
 def test_settings_that_changed_over_a_resume_are_said(saved, tmp_path: Path):
@@ -205,13 +182,6 @@ def test_a_length_that_was_given_stays_or_is_refused(tmp_path: Path):
         pytest.raises(ValueError, match=r"generation\.max_new_tokens must be below"),
     ):
         start(config, max_position_embeddings=16)
-
-
-def test_the_resolved_config_starts_the_same_run(saved, tmp_path: Path):
-    config = by_name(grpo_config(tmp_path / "run", steps=1), saved)
-    nemorl.run(config)
-    resolved = nemorl.load_config(nemorl.GRPOConfig, tmp_path / "run" / "config.yaml")
-    assert resolved == replace(config, parallel=nemorl.ParallelPlan(param_dtype="float32"))
 
 
 def test_a_resume_elsewhere_keeps_the_precision_or_says_that_it_changed(

@@ -259,13 +259,6 @@ def test_two_models_train_and_go_on_bit_for_bit(tmp_path: Path):
     assert {"policy", "critic"} <= {path.name for path in folder.iterdir()}
 
 
-def test_a_trained_model_can_t_be_forgotten(tmp_path: Path):
-    co_trained(tmp_path / "two", 2)
-    message = r"run.backend must be called for each .*step_2 holds, .*: call run.backend\(.critic"
-    with pytest.raises(ValueError, match=message):
-        co_trained(tmp_path / "two", 3, critic=False, resume=True)
-
-
 def test_models_are_exported_under_their_names(tmp_path: Path):
     weights, _ = co_trained(tmp_path / "run", 1, export=True)
     for name, folder in (("policy", "hf"), ("critic", "hf-critic")):
@@ -277,10 +270,16 @@ def test_models_are_exported_under_their_names(tmp_path: Path):
     assert all(torch.equal(found[key], value) for key, value in weights["critic"].items())
     with pytest.raises(ValueError, match=r"one of the models in the checkpoint \(policy, critic\)"):
         nemorl.export(**of_run, backend="teacher")
+    message = r"run.backend must be called for each .*step_1 holds, .*: call run.backend\(.critic"
+    with pytest.raises(ValueError, match=message):
+        co_trained(tmp_path / "run", 2, critic=False, resume=True)
 
 
 def test_which_models_a_run_may_have(tmp_path: Path):
     with opened(grpo_config(tmp_path / "run")) as run:
+        with pytest.raises(ValueError, match="model must be given for a scalar head where the pol"):
+            run.backend("critic", head="scalar")
+        assert run.live is None, "that was known before anything was loaded"
         initial = run.backend("initial", trains=False)
         with pytest.raises(ValueError, match="name must be a Python name, and none of"):
             run.backend("initial")
@@ -300,20 +299,6 @@ def test_which_models_a_run_may_have(tmp_path: Path):
         with pytest.raises(RuntimeError, match="the training backend has no model"):
             initial.get_logprobs(BATCH)
     assert [path.name for path in (tmp_path / "run/checkpoints/step_2").glob("*/")] == ["policy"]
-
-
-def test_a_model_in_memory_is_where_others_begin(tmp_path: Path):
-    """Its copy, which is made before the policy trains in place."""
-    with opened(grpo_config(tmp_path / "run")) as run:
-        with pytest.raises(ValueError, match="model must be given for a scalar head where the pol"):
-            run.backend("critic", head="scalar")
-        assert run.live is None, "that was known before anything was loaded"
-        second = run.backend("second")
-        before = second.get_logprobs(BATCH).values
-        assert torch.equal(run.trainer.get_logprobs(BATCH).values, before)
-        for step in run.steps(1):
-            step.log(run.trainer.train_step(BATCH, LOSS))
-        assert torch.equal(second.get_logprobs(BATCH).values, before)
 
 
 def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):

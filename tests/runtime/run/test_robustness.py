@@ -337,10 +337,11 @@ def test_the_best_checkpoint_is_kept_and_exported(tmp_path: Path):
     best = min(rewards, key=lambda step: rewards[step])
     assert best == 1 and steps_of(tmp_path / "run") == [1, 4]
     assert checkpoint.best(tmp_path / "run").name == f"step_{best}"
-    folder = nemorl.export(run=str(tmp_path / "run"), output=str(tmp_path / "out"), step="best")
-    exported = AutoModelForCausalLM.from_pretrained(folder).named_parameters()
     saved = load_file(checkpoint.best(tmp_path / "run") / "policy" / "model.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in exported)
+    for step in ("best", best):
+        folder = nemorl.export(run=str(tmp_path / "run"), output=str(tmp_path / "out"), step=step)
+        exported = AutoModelForCausalLM.from_pretrained(folder).named_parameters()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in exported)
 
 
 @pytest.mark.parametrize("make", [grpo_config, sft_config])

@@ -319,21 +319,3 @@ def test_kto_needs_no_room_for_pairs(options, tmp_path: Path):
         for sample in samples_at(tmp_path / "narrow", 2)
     }
     assert told and told <= {(row["prompt"], row["chosen"], row["rejected"]) for row in rows}
-
-
-def test_from_python(tmp_path: Path):
-    options = {
-        "run": dpo_config(tmp_path).run,
-        "tokenizer": tiny_tokenizer(),
-        "trainer": TRAINER,
-        "max_num_steps": 2,
-        "max_total_sequence_length": 32,
-        "train_global_batch_size": 8,
-        "loss": {"name": "dpo", "beta": 0.3},
-        "reference": "precomputed",
-    }
-    result = nemorl.DPOTrainer.from_pretrained(tiny_model(), **options).fit(
-        preference_rows(20), validation=preference_rows(4)
-    )
-    assert result.history[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert "val_accuracy" in result.metrics

@@ -125,14 +125,6 @@ def test_any_hook_can_stop_a_run_after_the_present_step(hook: str, tmp_path: Pat
     assert (tmp_path / "checkpoints" / f"step_{last}").exists()
 
 
-def test_same_seed_same_run_other_seed_other_run(tmp_path: Path):
-    def numbers(folder: str, seed: int) -> list[float]:
-        history = start(grpo_config(tmp_path / folder, steps=2, run={"seed": seed})).history
-        return [line["reward"] for line in history] + [line["loss"] for line in history]
-
-    assert numbers("a", 0) == numbers("b", 0) != numbers("c", 1)
-
-
 def test_logprobs_of_another_distribution_are_refused():
     batch = rollouts([1.0], group=1).to_batch()
 

@@ -9,7 +9,7 @@ import torch
 import nemorl
 from nemorl.rollout.config import RolloutConfig
 from nemorl.runtime.config.grpo import GroupAdvantage
-from tests.runtime.runs import addition_rows, chat_rows, grpo_config, numbers, of_phase, samples_at
+from tests.runtime.runs import addition_rows, chat_rows, grpo_config, of_phase, samples_at
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -109,15 +109,6 @@ def test_a_run_trains_on_the_formulas_of_its_turns(tmp_path, monkeypatch, level,
     sample = samples_at(tmp_path, 1)[0]
     assert [turn["given"] for turn in sample["turns"]] == [sample["prompt"], "+1="]
     assert len(sample["sampled"]) == len(sample["token_ids"]) == len(sample["trainer_logprobs"])
-
-
-def test_a_run_of_turns_goes_on_bit_for_bit(tmp_path):
-    whole = run(grpo_config(tmp_path / "whole", steps=4))
-    run(grpo_config(tmp_path / "parts", steps=2, run={"save_period": 2}))
-    again = grpo_config(tmp_path / "parts", steps=4, run={"resume": True})
-    parts = run(again)
-    expected = [numbers(line) for line in of_phase(whole, "train")]
-    assert [numbers(line) for line in of_phase(parts, "train")] == expected
 
 
 async def three_ways(row: Any, policy: nemorl.Policy) -> nemorl.Outcome:
@@ -224,23 +215,6 @@ def test_settings_of_turns_that_do_not_fit():
     with pytest.raises(ValueError, match=r"advantage\.level is not for the loss gspo without"):
         replace(config, loss=nemorl.GSPOLoss())
     replace(config, loss=nemorl.GSPOLoss(token_gradient=True))
-
-
-def test_an_environment_by_name(tmp_path, monkeypatch):
-    (tmp_path / "game_of_three.py").write_text(  # it stays imported: no other test has the name
-        "class Game:\n"
-        "    def reset(self): self.turn = 0\n"
-        "    def step(self, response):\n"
-        "        self.turn += 1\n"
-        "        return '1', float(len(response)), self.turn == 3\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    rollout = RolloutConfig(environment="./game_of_three.py:Game")
-    result = run(grpo_config(tmp_path / "run", steps=1, rollout=rollout), reward=None)
-    assert result.metrics["turns"] == 3
-    wrong = replace(rollout, environment="./game_of_three.py:Gane")
-    with pytest.raises(ValueError, match="has no 'Gane'"):
-        run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)
 
 
 TEMPLATE = (

@@ -61,6 +61,7 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
     found = Devices.of(config(plan=plan, runtime=runtime), environ, num_gpus=0)
     assert (found.plan.dp_shard, found.ranked) == (dp_shard, ranked)
     assert found.torchrun is ("RANK" in environ)
+    assert found.placed is (ranked and not found.torchrun)
 
 
 @pytest.mark.parametrize(
@@ -292,10 +293,3 @@ def test_quadratic_memory_is_warned_of(gpus):
     message = "4 heads share 2 .*: 0.00105 GB .* 256 tokens"
     with pytest.warns(UserWarning, match=message) if gpus else nullcontext():
         found.check_model(tiny_model(num_key_value_heads=2).config)
-
-
-def test_ray_places_ranks_but_torchruns():
-    two, four = {"dp_shard": 2}, {"dp_shard": 4}
-    assert Devices.of(config(plan=two), {}, num_gpus=0).placed
-    for found in (Devices.of(config(), {}), Devices.of(config(plan=four), TORCHRUN, num_gpus=0)):
-        assert not found.placed

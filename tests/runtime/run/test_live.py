@@ -324,17 +324,18 @@ def test_a_replica_is_the_model(kind, tied):
 
 
 def test_the_seed_is_that_of_every_generator(tmp_path: Path):
-    def drawn(name: str) -> list[float]:
+    def drawn(name: str, seed: int = 0) -> list[float]:
         def reward(response):
             return random.random() + float(np.random.random()) + float(torch.rand(()))
 
-        result = runs.start(grpo_config(tmp_path / name, steps=2), reward=reward)
+        config = grpo_config(tmp_path / name, steps=2, run={"seed": seed})
+        result = runs.start(config, reward=reward)
         return [line["reward"] for line in result.history]
 
     first = drawn("first")
     random.seed(5)
     np.random.seed(5)
-    assert drawn("second") == first
+    assert drawn("second") == first != drawn("third", seed=1)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from nemorl.runtime.run.samples import (
 )
 from nemorl.runtime.watch.report import Gathered
 from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Count
-from tests.runtime.runs import addition_rows, digits, grpo_config, rows_file, start
+from tests.runtime.runs import digits, grpo_config, start
 from tests.tiny_models import tiny_model
 
 
@@ -157,20 +157,6 @@ def test_groups_count_the_same_whatever_their_size(generator):
     one_less = select(found, [0, 1, *range(3, 9)])
     assert compared(found)["informative_groups"] == compared(one_less)["informative_groups"]
     assert compared(found)["informative_groups"] == pytest.approx(1 / 3)
-
-
-def test_training_is_measured_by_data_set_and_environment(tmp_path):
-    rows = addition_rows(6)
-    chess = [{**row, "environment": "chess"} for row in rows]
-    names = (rows_file(tmp_path / "sums.jsonl", rows), rows_file(tmp_path / "games.jsonl", chess))
-    data = nemorl.DataConfig(train=names, max_total_sequence_length=32)
-    sizes = {"num_prompts_per_step": 12, "num_generations_per_prompt": 2}
-    config = grpo_config(tmp_path / "run", steps=1, data=data, **sizes)
-    model = tiny_model(scale=2.0)
-    (line,) = nemorl.run(config, model=model, tokenizer=TOKENIZER, reward=digits).history
-    assert line["games/reward"] == line["chess/reward"] and "chess/accuracy" in line
-    both = (line["sums/reward"] + line["games/reward"]) / 2
-    assert line["reward"] == pytest.approx(both)
 
 
 def test_groups_are_informative_by_what_is_compared(generator):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from nemorl.runtime.config.base import Condition, MetricWatch, Ranking, RunConfig
+from nemorl.runtime.config.base import Condition, Ranking
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
@@ -182,20 +182,6 @@ def test_what_is_no_condition_is_refused(text):
         Condition.parse(text)
 
 
-def test_an_unknown_metric_is_an_error_that_lists_those_there_are():
-    watch = MetricWatch("run.stop_when", "acuracy")
-    assert watch.look({"accuracy": 1.0}, validation=True) is None
-    message = r"run\.stop_when .*did you mean accuracy\? there are accuracy, loss"
-    with pytest.raises(ValueError, match=message):
-        watch.look({"loss": 1.0, "accuracy": 0.5}, validation=False)
-
-
-def test_rules_about_a_validation_need_one():
-    RunConfig(metric="loss", stop_when="reward > 1").require_training_metrics()
-    with pytest.raises(ValueError, match=r"run\.stop_when .*no validation.*give data\.validation"):
-        RunConfig(stop_when=" val_loss < 1").require_training_metrics()
-
-
 def fail_after(
     directory: RunDirectory, step: int, **options
 ) -> tuple[TinyRun, CheckpointCallback, RuntimeError]:
@@ -331,9 +317,3 @@ def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, m
     notify([runs.saver], "on_exception", runs.run, caught.value)
     (note,) = caught.value.__notes__
     assert note.startswith(f"{directory.path} has a checkpoint of step 1: resume from it with --")
-
-
-def test_a_checkpoint_in_the_background_is_not_ranked():
-    message = r"run.async_save can't be given together with run.metric, .* keep one of the two"
-    with pytest.raises(ValueError, match=message):
-        RunConfig(async_save=True, metric="val_accuracy")

@@ -280,13 +280,8 @@ class Trainer:
             callbacks=given.get("callbacks") or (),
         )
 
-    def train(self, **settings: Any) -> TrainResult:
+    def train(self) -> TrainResult:
         """Train on the data set that the trainer was made with. `run={"resume": True}` resumes."""
-        if settings:
-            raise ValueError(
-                f"train takes no {', '.join(settings)}: give settings where the trainer is made,"
-                ' run={"dir": "runs/x", "resume": True}'
-            )
         return self.fit()
 
     def _changed(self) -> dict[str, Any]:

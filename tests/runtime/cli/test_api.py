@@ -169,9 +169,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     r"args must be a nemorl.GRPOConfig, but .* settings by name": lambda: trainer(args=object()),
     "TRL's learning_rate is optimizer.lr; write": lambda: trainer(learning_rate=1e-5),
     "model must be given, but it is None: name a folder, or": lambda: nemorl.GRPOTrainer(),
-    r"train takes no resume_from_checkpoint: .* is made, run=": lambda: trainer().train(
-        resume_from_checkpoint=True
-    ),
     r"trainer\.sequence_packing is not used by this command": lambda: nemorl.evaluate(
         "m", "rows.jsonl", trainer={"sequence_packing": True}
     ),

@@ -66,11 +66,7 @@ def advice(
         return hint
     if begun := [key for key in known if "." in name and key.startswith(f"{name}_")]:
         return f"; did you mean {' or '.join(map(write, begun))}?"
-    *sections, last = name.split(".")
-    theirs = {_last(each) for names in libraries().values() for each in names}
-    if hint := closest(last, sorted(theirs.difference(table()["common"]))):
-        word = hint.rpartition(" ")[2].removesuffix("?")
-        return f"{hint} {meaning_of(word, known, command, write)}"
+    sections = name.split(".")[:-1]
     meanings = (meaning_of(section, known, command, write) for section in reversed(sections))
     return next((f": {found}" for found in meanings if found), "")
 

@@ -71,10 +71,6 @@ def test_entry(theirs: str, capsys):
         ("grpo actor_rollout_ref.actor.mine=3", "nemorl has no actor_rollout_ref: "),
         ("grpo --optimizer.lrr 3", "unknown setting --optimizer.lrr; did you mean --optimizer.lr?"),
         (
-            "grpo --learning-rat 3",
-            "did you mean learning_rate? TRL's learning_rate is optimizer.lr",
-        ),
-        (
             "export --output-dir x",
             "TRL's output_dir is run.dir (export, report: output); write --o",
         ),

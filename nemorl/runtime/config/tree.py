@@ -92,11 +92,6 @@ def _type(parameter: inspect.Parameter, setting: str) -> Any:
             f"{key} can't be a setting, because {', '.join(reserved)} have another meaning: rename"
             " the parameter"
         )
-    if type(default).__hash__ is None:
-        raise ValueError(
-            f"{key} must have a default that can't be changed, but it is {default!r}: use a tuple,"
-            " or None"
-        )
     if hint is parameter.empty:
         return type(default) if type(default) in (bool, int, float, str) else Any
     try:

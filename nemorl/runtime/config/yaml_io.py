@@ -50,7 +50,7 @@ def _section(
             width = 98 - len(indent)
             lines = wrap(comment, width, break_long_words=False, break_on_hyphens=False)
             text += "".join(f"{indent}# {line}\n" for line in lines)
-        text += indent + _key(key, name, f"\n{indent}")
+        text += indent + _key(key, name)
         text += ":\n" if nested else f": {_inline(value, name)}\n"
         text += _section(value, comments, f"{name}.", f"{indent}  ") if nested else ""
     return text
@@ -193,12 +193,10 @@ def _inline(value: Any, name: str) -> str:
     return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def _key(key: Any, name: str, line: str = " ") -> str:
-    """Return a key. Parsers look for the colon in one line, and 1,024 characters far."""
+def _key(key: Any, name: str) -> str:
     if not isinstance(key, str):
         raise ConfigError(f"keys of {name} must be text, but one is {key!r}: make it a text", name)
-    text = _inline(key, name)
-    return text if len(text) <= 1000 else f"? {text}{line}"
+    return _inline(key, name)
 
 
 IMPORTED = ("loss", "advantage")

@@ -220,15 +220,11 @@ def generation_config(
 
 def changes(path: str | Path, config: BaseConfig) -> list[str]:
     """Return which settings that change numbers differ from those in a file."""
-    try:
-        tree = merge(defaults(type(config)), read(path)[0])
-        before, now = (
-            flat(without_secrets(json.loads(json.dumps(each, default=str))))
-            for each in (tree, to_dict(config))
-        )
-    except ValueError as error:
-        warn(f"the run's earlier settings can't be compared with the present ones: {error}")
-        return []
+    tree = merge(defaults(type(config)), read(path)[0])
+    before, now = (
+        flat(without_secrets(json.loads(json.dumps(each, default=str))))
+        for each in (tree, to_dict(config))
+    )
     free = (
         *("run.", "runtime.", "profile.", "environment.", "max_num_steps", "num_epochs"),
         "trainer.offload_during_generation",

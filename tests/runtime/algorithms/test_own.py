@@ -134,7 +134,7 @@ REFUSED = [
     ({"loss": "my_pieces:A_NUMBER"}, rf"^loss {TAKES}.* is 3: name a function"),
     ({"loss": "my_pieces:strange"}, r"^loss\.table must be of a type that a setting can have"),
     ({"loss": "my_pieces:reserved"}, r"^loss\.takes can't be a setting, because name, data, "),
-    ({"loss": "my_pieces:mutable"}, r"^loss\.sizes must have a default that can't be changed"),
+    ({"loss": "my_pieces:mutable"}, r"^mutable default <class 'list'> for field sizes"),
     (
         {"loss": "my_pieces:nothing"},
         r"^loss must name a function .* has no 'nothing': it has plain, ",

@@ -165,7 +165,7 @@ def test_a_config_without_end_is_refused():
 
 TRAPS = ["1e5", "~", "\x7f", "a.b", "y", "NO", "null", "12:30", "=", "<<", "---", "{", "2026-01-01"]
 TRAPS += [".inf", "0o7", "?", "🙂", "\ufffe", "&a", "*a", "a\nb", "\x85", "\u2028", "\ufeff"]
-TRAPS += ["Note: brief", "- a", "# a", "", " ", "k" * 3000]
+TRAPS += ["Note: brief", "- a", "# a", "", " "]
 SPECIAL = st.sampled_from([*TRAPS, "!!int 3", "a: b", "%YAML 1.1", "\t", "\r\n"])
 TEXTS = st.text() | SPECIAL
 VALUES = st.recursive(

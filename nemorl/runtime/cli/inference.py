@@ -32,6 +32,8 @@ from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.cli.api import from_keywords, pop_reward
 from nemorl.runtime.cli.settings import (
+    REWARDED,
+    SAMPLED,
     AnswerConfig,
     EvalConfig,
     ExportConfig,
@@ -75,9 +77,9 @@ def evaluate(
     """
     reward = pop_reward(overrides, reward_fn)
     rewarded = reward is not None or "reward" in overrides or environment_factory is not None
+    without = SAMPLED if "choices" in overrides else REWARDED if rewarded else ()
     known = [known_set(each) is not None for each in sources_of(dataset)]
-    asked: dict[str, Any] = {"rewarded": rewarded, "scored": "choices" in overrides}
-    config = _config(EvalConfig, "eval", model, trust_code, overrides, known=known, **asked)
+    config = _config(EvalConfig, "eval", model, trust_code, overrides, known, without)
     return evaluate_config(config, dataset, reward, environment_factory)
 
 
@@ -383,15 +385,11 @@ def _config(
     model: str | Path,
     trust_code: bool,
     overrides: Mapping[str, Any],
-    *,
     known: Collection[bool] = (False,),
-    rewarded: bool = False,
-    scored: bool = False,
+    without: tuple[str, ...] = (),
 ) -> Answers:
     trust = Trust(runs="all" if trust_code else "given")
-    of_run = settings_of_run(
-        cls, str(model), trust, rewarded=rewarded, scored=scored, known=all(known)
-    )
+    of_run = settings_of_run(cls, str(model), trust, without=without, known=all(known))
     tree = layer(cls, {}, nested(of_run))
     config = from_keywords(cls, command, {**overrides, "model__path": str(model)}, tree)
     require_secrets(config)

@@ -24,6 +24,8 @@ from nemorl.rollout.calls import ExitInUserCode
 from nemorl.rollout.user_code import module_of
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import (
+    REWARDED,
+    SAMPLED,
     AnswerConfig,
     EvalConfig,
     ExportConfig,
@@ -302,14 +304,10 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
         models = [file.get("model.path") for file in files]
         model = str([None, *models, *peek(args, "--model.path")][-1] or "")
         known = [known_set(each) is not None for each in _validation_sets(args, files)]
-        of_run = settings_of_run(
-            cls,
-            model,
-            trust,
-            rewarded=bool(peek(args, "--reward")),
-            scored=bool(peek(args, "--choices") or any("choices" in file for file in files)),
-            known=all(known),
-        )
+        without: tuple[str, ...] = REWARDED if peek(args, "--reward") else ()
+        if peek(args, "--choices") or any("choices" in file for file in files):
+            without = SAMPLED
+        of_run = settings_of_run(cls, model, trust, without=without, known=all(known))
     tree = layer(cls, tree, nested(of_run))
     for path in paths:
         tree = yaml_layer(cls, tree, path, trust, used=used_by_plan if cls is PlanConfig else dict)

@@ -46,6 +46,8 @@ SAMPLED = (
     *("generation.stop_", "generation.ignore_eos"),
 )
 """How settings begin that `eval` has no use for where it scores choices."""
+REWARDED = ("reward", "rollout.")
+"""How those begin that another reward takes the place of."""
 PROMPTS = ("prompt_column", "prompt_template", "system_prompt", "chat")
 OF_ROWS = (
     *("validation", "validation_split", "validation_environments"),
@@ -107,24 +109,18 @@ def settings_of_run(
     model: str,
     trust: Trust,
     *,
-    rewarded: bool,
-    scored: bool,
+    without: tuple[str, ...] = (),
     known: bool = False,
 ) -> dict[str, Any]:
-    """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
-
-    rewarded, scored, known: another reward, choices, or known data sets, take the place of the
-    run's.
+    """Return the settings of the run that is the model of `eval` or `generate`, but for defaults,
+    those that begin as in `without`, and what `known` data sets have.
     """
     directory = RunDirectory(Path(model))
     if not (model and directory.config.exists() and directory.holds_results()):
         return {}
     config, lines = read(directory.config)
     usual, skipped = values(cls, {}), {*OF_SET} if known else set[str]()
-    if rewarded:
-        skipped |= {key for key in OF_RUN if key.startswith(("reward", "rollout."))}
-    if scored:
-        skipped |= {key for key in OF_RUN if key.startswith(SAMPLED)}
+    skipped |= {key for key in OF_RUN if key.startswith(without)}
     found = {
         key: value
         for key, value in values(cls, config).items()

@@ -240,13 +240,15 @@ def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
         if setting in IMPORTED and isinstance(value, Mapping):
             value = value.get("name")
         words = [*map(str, value)] if isinstance(value, list | tuple) else [str(value)]
-        names = texts_in(value) if setting in BY_ROW else words
-        named = [name for name in names if ":" in name or setting == "generation.python"]
+        texts = texts_in(value)
+        named = [text for text in texts if ":" in text or setting == "generation.python"]
         if setting.endswith("trust_remote_code"):
             named, words = ["the code that comes with the model"], []
         elif isinstance(value, Mapping):
             if setting not in BY_ROW:
-                named = [key for key, each in value.items() if key not in WORDS and _may_name(each)]
+                named = [
+                    key for key, each in value.items() if key not in WORDS and any(texts_in(each))
+                ]
             words = [json.dumps(without_secrets(value), default=str)]
         if value and named:
             found[setting] = (", ".join(named), [f"--{setting}".replace("_", "-"), *words])
@@ -259,12 +261,6 @@ def texts_in(value: Any) -> list[str]:
         parts = value.values() if isinstance(value, Mapping) else value
         return [text for part in parts for text in texts_in(part)]
     return [value] if isinstance(value, str) else []
-
-
-def _may_name(value: Any) -> bool:  # vLLM and Ray import several texts
-    if isinstance(value, Mapping | list | tuple):
-        return any(map(_may_name, value.values() if isinstance(value, Mapping) else value))
-    return bool(value) and not isinstance(value, int | float)
 
 
 @dataclass(frozen=True, kw_only=True)

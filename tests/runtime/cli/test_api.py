@@ -78,21 +78,6 @@ def test_trainers_are_run(folder: Path, tmp_path: Path):
     assert len(losses(result)) == 2 and "val_accuracy" in result.metrics
 
 
-def test_overrides():
-    config = make_config(
-        "grpo",
-        lr=1e-4,
-        loss={"name": "gspo", "clip_low": 0.1},
-        data=nemorl.DataConfig(prompt_column="q"),
-        run__dir=Path("there"),
-        stop_strings=("\n",),
-    )
-    assert (config.optimizer.lr, config.loss.clip_low) == (1e-4, 0.1)
-    assert (config.data.prompt_column, config.run.dir) == ("q", "there")
-    assert config.generation.stop_strings == ("\n",)
-    assert make_config("sft", num_epochs=3) == nemorl.SFTConfig(num_epochs=3)
-
-
 def test_a_loaded_model_may_know_its_tokenizer(folder: Path):
     from transformers import AutoModelForCausalLM
 

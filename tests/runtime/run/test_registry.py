@@ -7,10 +7,8 @@ import pytest
 import nemorl
 from nemorl.parallel.backend import TrainingTraits, check_training_backend
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.rollout.user_code import check_function, function_of
 from nemorl.runtime.run import registry
-from nemorl.runtime.run.registry import get_generation_backend, get_training_backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,22 +18,6 @@ class MyConfig(nemorl.BaseConfig):
 
 def loop(run: nemorl.Run) -> None:
     raise NotImplementedError
-
-
-def test_what_is_registered_is_found():
-    class Training(DTensorBackend):
-        pass
-
-    class Generation(TorchGenerationBackend):
-        pass
-
-    assert nemorl.register_training_backend("mine")(Training) is Training
-    assert type(get_training_backend("mine")) is Training
-    assert nemorl.register_generation_backend("mine")(Generation) is Generation
-    assert get_generation_backend("mine") is Generation
-    assert nemorl.register_algorithm("mine", config=MyConfig)(loop) is loop
-    assert nemorl.get_algorithm("mine").loop is loop
-    assert registry.algorithm_of(MyConfig()) == "mine"
 
 
 def test_a_backend_without_a_method_is_refused_when_it_registers():
@@ -75,10 +57,6 @@ def test_a_backend_without_a_method_is_refused_when_it_registers():
 def test_refused(call, message: str):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_public_names_are_there_before_they_are_imported():
-    assert set(nemorl.__all__) <= set(dir(nemorl)) and "run" in nemorl.__all__
 
 
 def test_a_file_of_the_user_says_what_it_lacks(tmp_path, monkeypatch):

@@ -71,7 +71,8 @@ def _as_given(
 ) -> Config:
     def named(value: Any) -> Any:
         if isinstance(value, list | tuple) and value:
-            return tuple(map(str, value)) if all(map(named, value)) else None
+            names = all(isinstance(each, str | Path) for each in value)
+            return tuple(map(str, value)) if names else None
         if isinstance(value, Mapping) and value:
             found = {str(key): named(each) for key, each in value.items()}
             return found if all(found.values()) else None

@@ -21,7 +21,15 @@ from nemorl.accelerator import is_accelerator
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch, check_targets
 from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.types import LossOutput, Metrics, Needs, in_main_memory, merge, needs_of
+from nemorl.losses.types import (
+    LossOutput,
+    Metrics,
+    Needs,
+    in_main_memory,
+    merge,
+    needs_of,
+    same_segment,
+)
 from nemorl.models.attention import without_cudnn_attention
 from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.hub import weights_folder
@@ -461,7 +469,11 @@ class Accumulating(InTurns, ABC):
         # The reference model's routers choose by themselves: the sampler's were others.
         layout = self.cutting.own_layout(batch, self.place, replay=not reference)
         found = self._outputs(layout, needs, reference=reference)
-        return whole_outputs(found, layout, needs, self.world)
+        whole = whole_outputs(found, layout, needs, self.world)
+        if needs.top_k:  # elsewhere places are empty, for a student
+            computed = batch.response_mask & same_segment(batch.segment_ids)
+            whole.top_logprobs = whole.top_logprobs.masked_fill(~computed[..., None], -math.inf)
+        return whole
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
         return Logprobs(self.compute(batch, Needs()).token_logprobs, batch.logprob_kind)

@@ -49,7 +49,7 @@ class ForwardOutput:
     top_ids: Int[Tensor, "batch seq k"]
     """The k likeliest tokens in the place of token t, likeliest first."""
     top_logprobs: Float[Tensor, "batch seq k"]
-    """Their log-probabilities."""
+    """Their log-probabilities; `compute` gives -inf where nothing was computed."""
     top_rest_logprobs: PerToken
     """Log of the probability of all other tokens; -inf, with gradient 0, where there are none."""
     target_logprobs: Float[Tensor, "batch seq k"]

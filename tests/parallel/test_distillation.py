@@ -28,8 +28,7 @@ def distill(output, batch: nemorl.TokenBatch) -> LossOutput:
 
 def taught(batch: nemorl.TokenBatch, teacher: nemorl.TrainingBackend) -> nemorl.TokenBatch:
     found = teacher.compute(batch, nemorl.Needs(top_k=8))
-    logprobs = torch.where(batch.segment_ids[..., None] > 0, found.top_logprobs, float("-inf"))
-    return replace(batch, target_ids=found.top_ids, teacher_logprobs=logprobs)
+    return replace(batch, target_ids=found.top_ids, teacher_logprobs=found.top_logprobs)
 
 
 def of_whole_logits(student: nn.Module, teacher: nn.Module, batch: nemorl.TokenBatch) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from torch.library import register_autocast
 from torch.overrides import TorchFunctionMode
 
-from nemorl.checks import require
+from nemorl.checks import require, warn
 from nemorl.losses.logprobs import Logits
-from nemorl.models.adapters import base_of, has_adapters, merge_adapters, merge_folder
+from nemorl.models.adapters import base_of, canonical, has_adapters, merge_adapters, merge_folder
 from nemorl.models.hub import CONFIG, INDEX, check_supported, loading, read_config
 
 Head = Literal["lm", "scalar"]
@@ -76,6 +77,7 @@ def load_causal_lm(
             if head == "lm":
                 refuse_scalar_head(report.get("unexpected_keys", ()))
             # transformers would fill them with random numbers, and only warn.
+            warn_of_unused(report.get("unexpected_keys", ()))
             if missing := sorted(report["missing_keys"] - set(SCORE * lacks_head)):
                 names = ", ".join(missing[:3])
                 raise ValueError(f"its weights lack {names}, {len(missing)} in all")
@@ -126,14 +128,18 @@ def on_meta(source: Any, *, trust_remote_code: bool = False, head: Head = "lm") 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check_files(model: Any, stored: Shapes, wanted: Shapes) -> None:
-    """Raise ValueError for tensors that a model's files lack, other shapes, and a scalar head of a
-    language model.
+def check_files(model: Any, stored: Shapes, wanted: Shapes) -> set[str]:
+    """Return the names in a model's files that it does not use, as transformers tells them.
 
     wanted: its tensors, as files have them.
+
+    Raises: ValueError for missing tensors, other shapes, and a scalar head of a language model.
     """
+    unused = {*stored} - {*wanted} - {canonical(name) for name in model.state_dict()}
+    report = SimpleNamespace(missing_keys=set(), unexpected_keys=unused)
+    model._adjust_missing_and_unexpected_keys(report)
     if not is_scalar(model):
-        refuse_scalar_head(stored)
+        refuse_scalar_head(report.unexpected_keys)
     wrong = []
     for name, shape in wanted.items():
         if (found := stored.get(name)) is None:
@@ -142,11 +148,18 @@ def check_files(model: Any, stored: Shapes, wanted: Shapes) -> None:
             wrong.append(f"{name} is {list(found)}, where {list(shape)} is expected")
     if wrong:
         raise ValueError(f"{'; '.join(wrong[:3])} ({len(wrong)} in all)")
+    return report.unexpected_keys
 
 
-def refuse_scalar_head(names: Iterable[str]) -> None:
-    """Raise ValueError where weights of a language model are a scalar head's."""
-    if found := sorted({*names} & {*SCORE}):
+def warn_of_unused(unused: Iterable[str]) -> None:
+    if found := sorted({*unused} - {*SCORE}):
+        names = ", ".join(found[:3])
+        warn(f"the model does not use {names} of its files ({len(found)} in all)")
+
+
+def refuse_scalar_head(unused: Iterable[str]) -> None:
+    """Raise ValueError where weights that a language model does not use are a scalar head's."""
+    if found := sorted({*unused} & {*SCORE}):
         raise ValueError(
             f"it is not a language model: its weights have a scalar head ({', '.join(found)})"
         )

@@ -14,6 +14,7 @@ from nemorl.models.causal_lm import (
     load_causal_lm,
     on_meta,
     usable_device,
+    warn_of_unused,
 )
 from nemorl.models.hub import (
     CONFIG,
@@ -112,7 +113,7 @@ class ModelSource:
                 yield from merged_tensors(load_causal_lm(self._name, **self._trust))
                 return
             wanted = {name: tuple(each.shape) for name, each in tensors.items()}
-            check_files(self.outline, stored.shapes, wanted)
+            warn_of_unused(check_files(self.outline, stored.shapes, wanted))
         for name in tensors:
             yield name, stored.read(name)
 

@@ -1,14 +1,20 @@
 """A model spread over ranks: what is loaded and refused; its numbers are in parity/."""
 
 import shutil
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from nemorl.losses.types import finalize
+from nemorl.models.capabilities import ASSUMED
+from nemorl.models.causal_lm import load_causal_lm
+from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
+from nemorl.parallel.megatron.backend import MegatronBackend
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.ways import set_up, weights
 from tests.ranks import run_ranks
@@ -101,3 +107,41 @@ def test_a_missing_weight_is_named(folder, tmp_path):
 def test_what_one_process_by_itself_refuses(folder, plan, message):
     with pytest.raises(ValueError, match=message):
         set_up(None, folder, plan=plan)
+
+
+UNUSED = ("model.layers.7.mlp.up_proj.weight", "model.visual.weight")
+BESIDE = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
+"""What files may have besides: a copy of tied weights, and frequencies."""
+
+
+def add(folder: Path, *names: str) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    copied = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    more = {name: copied.get(name, torch.zeros(3)).clone() for name in names}
+    save_file({**tensors, **more}, file, {"format": "pt"})
+
+
+def said(load: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        load()
+    return [str(each.message) for each in found if "does not use" in str(each.message)]
+
+
+def said_by(make: Any, folder: Path) -> list[str]:
+    options = {"plan": {"dp_shard": 1, "tp": 2}, "keep_reference": True, "proofs": ASSUMED}
+    return said(lambda: set_up(None, folder, make=make, **options).shutdown())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [DTensorBackend, MegatronBackend])
+def test_the_first_rank_says_once_what_files_have_besides(make: Any, tmp_path: Path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    add(tmp_path, *BESIDE)
+    assert said(lambda: load_causal_lm(str(tmp_path))) == []
+    assert run_ranks(2, said_by, make, tmp_path) == [[], []]
+    add(tmp_path, *UNUSED)
+    whole = said(lambda: load_causal_lm(str(tmp_path)))
+    assert whole == [f"the model does not use {', '.join(UNUSED)} of its files (2 in all)"]
+    assert run_ranks(2, said_by, make, tmp_path) == [whole, []]

@@ -20,6 +20,7 @@ from nemorl.models.causal_lm import (
     fresh_head,
     head_of,
     layers_of,
+    warn_of_unused,
 )
 from nemorl.models.hub import loading, weight_files
 from nemorl.models.tensor_files import TensorFiles, shapes_of, stored_names
@@ -61,7 +62,10 @@ def build(
         copy_whole(model, whole.state_dict())
     else:
         assert folder is not None
-        load_folder(model, folder, seed=config.seed)
+        unused = load_folder(model, folder, seed=config.seed)
+        is_reference = frozen and config.trains
+        if world.rank == 0 and not is_reference:
+            warn_of_unused(unused)
     if lora.rank:
         copy_whole(model, fresh_adapters(model, seed=config.seed))
     return model
@@ -106,9 +110,9 @@ def materialize(model: Any, world: World) -> None:
             model._init_weights(module)
 
 
-def load_folder(model: Any, folder: Path, *, seed: int) -> None:
+def load_folder(model: Any, folder: Path, *, seed: int) -> set[str]:
     """Read this rank's piece of every parameter from a folder of safetensors, or make a scalar head
-    from `seed`.
+    from `seed`; return the names that the model does not use.
 
     Raises: ValueError for parameters that are missing or of other shapes.
     """
@@ -124,9 +128,10 @@ def load_folder(model: Any, folder: Path, *, seed: int) -> None:
             wanted = {name: tensor for name, tensor in wanted.items() if name not in SCORE}
         names = stored_names(model)
         names = {name: names[name] for name in names.keys() - stored.shapes.keys()}
-        check_files(model, stored.shapes, shapes_of(wanted, names))
+        unused = check_files(model, stored.shapes, shapes_of(wanted, names))
         for name, tensor in wanted.items():
             fill(tensor, stored, name, names)
+    return unused
 
 
 @torch.no_grad()

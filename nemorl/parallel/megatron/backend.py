@@ -5,8 +5,8 @@ megatron-core is imported by `setup`: a process that only starts ranks does with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nemorl.checks import require
 from nemorl.losses.types import Mean, Metrics, Needs, merge
 from nemorl.models.adapters import live_tensors
-from nemorl.models.causal_lm import check_files
+from nemorl.models.causal_lm import check_files, warn_of_unused
 from nemorl.models.hub import loading, weight_files
 from nemorl.models.tensor_files import TensorFiles, as_stored, sampled, stored_names
 from nemorl.parallel.accumulation import Accumulating, outline_of, storage_of
@@ -76,6 +76,8 @@ class MegatronBackend(Accumulating):
         self.device = self.world.device
         self._runtime = partial(core.runtime, self.device)
         source = source_of(config, self._given)
+        if self.world.rank == 0:
+            warn_of_unused(source.unused)
         self._model = source.model
         hf = self._model.config
         check_training(config, hf, self.world.plan, limits)
@@ -242,6 +244,8 @@ class Source:
     names: list[str]
     read: Any
     """`read(name, offsets, shape)` returns a part of a tensor."""
+    unused: Iterable[str] = ()
+    """Names of tensors in its files that it does not use."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -278,8 +282,7 @@ def source_of(config: BackendConfig, given: Any) -> Source:
     with loading(str(folder)):
         files = TensorFiles(weight_files(folder))
         found = source(read=files.read)
-        check_files(model, files.shapes, found.shapes)
-        return found
+        return replace(found, unused=check_files(model, files.shapes, found.shapes))
 
 
 def _box(

@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -415,16 +415,9 @@ class BaseConfig:
         """Return whether a run samples; answers: whether the rows to validate on have one."""
         return hasattr(self, "reward")
 
-    def doubts(self) -> Iterator[str]:
-        """Yield a sentence for each value that is allowed, but learns nothing."""
-        lr = self.optimizer.lr
-        if lr >= 0.1:
-            doubt = "about what each step adds to every weight: training will destroy the model"
-        elif lr < 1e-9:
-            doubt = "too little to change a float32 weight: nothing will be learned"
-        else:
-            return
-        yield f"optimizer.lr is {lr:g}, {doubt}; 1e-6 to 1e-4 is usual"
+    def doubts(self) -> Sequence[str]:
+        """Return a sentence for each value that is allowed, but hardly meant."""
+        return ()
 
     @property
     def longest_row(self) -> int:

@@ -1,6 +1,6 @@
 """The settings of GRPO and its relatives, and presets of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -466,13 +466,13 @@ class GRPOConfig(RewardConfig, BaseConfig):
             "use recompute, or set kl_coef to 0",
         )
 
-    def doubts(self) -> Iterator[str]:
-        yield from super().doubts()
+    def doubts(self) -> Sequence[str]:
         if self.max_staleness and self.generation.traits.engines and self.generation.colocated:
-            yield (
+            return [
                 "generation.colocated is true, so that engines pause while the trainer steps:"
                 " --generation.colocated false gives them devices of their own"
-            )
+            ]
+        return ()
 
     @property
     def max_staleness(self) -> int:

@@ -241,18 +241,6 @@ def test_more_ranks_than_cores_only_if_asked_for(ranks, cpus_per_rank, environ, 
     assert Devices.of(asked, environ, num_gpus=0).plan.num_ranks == ranks
 
 
-@pytest.mark.parametrize(
-    "lr, message",
-    [
-        (1e6, r"optimizer.lr is 1e\+06, about what each step adds to every weight"),
-        (1e-12, "optimizer.lr is 1e-12, too little to change a float32 weight"),
-    ],
-)
-def test_an_absurd_learning_rate_is_said_at_once(lr: float, message: str):
-    with pytest.warns(UserWarning, match=message):
-        Devices.of(config(optimizer=nemorl.OptimizerConfig(lr=lr)), {}, num_gpus=0)
-
-
 CPU, ELSEWHERE = {"trainer": nemorl.TrainerConfig(device="cpu")}, {"RAY_ADDRESS": "elsewhere:6379"}
 
 

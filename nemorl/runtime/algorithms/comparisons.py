@@ -76,11 +76,6 @@ def comparisons(
             "responses", config, labelled_rows(rows), to_labelled(rows, tokenizer)
         )
         found = [(with_label(example, desirable),) for example, desirable in judged]
-        if not in_pairs and len({desirable for _, desirable in judged}) == 1:
-            warn(
-                f"all responses are {'desirable' if judged[0][1] else 'undesirable'}, so kto has"
-                " nothing to compare them with: add some of the other kind"
-            )
     examples = [example for row in found for example in row]
     others: list[Together] = []
     if isinstance(config.loss, KTOLoss) and config.loss.baseline == "mismatched":

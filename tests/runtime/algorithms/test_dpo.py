@@ -179,13 +179,6 @@ def test_kto_takes_labelled_rows_and_pairs_apart(tmp_path: Path):
     assert [len(row) for row in held_out.mismatched] == [1] * 6
 
 
-def test_kto_with_labels_of_one_kind(tmp_path: Path):
-    config, rows = dpo_config(tmp_path, loss=KTOLoss()), [{"prompt": "a=", "response": "24"}] * 4
-    message = "all responses are undesirable, so kto has nothing to compare them with"
-    with pytest.warns(UserWarning, match=message):
-        comparisons(config, [{**row, "label": False} for row in rows], tiny_tokenizer())
-
-
 def test_the_likelihood_term_counts(tmp_path: Path):
     ways = (
         {},

@@ -172,21 +172,6 @@ def test_an_exit_in_a_reward_is_its_error():
     assert "for prompt '1+1=' and response '2'" in caught.value.__notes__[0]
 
 
-def test_a_parameter_for_the_response_that_is_a_column_too_is_refused():
-    """Whether `answer` is what the model answered or what is right can't be known."""
-    environment = FunctionalRewardWrapper(lambda prompt, answer: 1.0)
-    assert environment.step([LOG], [{}]).rewards == [1.0]
-    with pytest.raises(
-        ValueError,
-        match=(
-            "would get the response as its parameter 'answer', but there is a column of that"
-            " name, too"
-        ),
-    ):
-        environment.check([{"answer": "2"}])
-    FunctionalRewardWrapper(lambda prompt, response: 1.0).check([{"response": "2"}])
-
-
 @pytest.mark.parametrize(
     ("reward", "answer", "message"),
     [

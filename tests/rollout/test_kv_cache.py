@@ -72,21 +72,6 @@ def test_memory_is_in_proportion_to_the_tokens_in_use(precision, monkeypatch):
     assert held_bytes(backend.decoding.cache) == 0
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)]
-)
-def test_keys_and_values_have_the_type_of_attention(precision, dtype, monkeypatch):
-    """Though rotary angles, and keys with them, are in float32 under autocast."""
-    model, found = tiny_model(scale=2.0), set()
-
-    def seen(decoding):
-        found.update(each.dtype for each in (*decoding.cache.keys, *decoding.cache.values))
-
-    watch_passes(monkeypatch, seen)
-    made(model, precision=precision).generate(*requests([5]))
-    assert found == {dtype}
-
-
 def test_passes_have_few_shapes(monkeypatch):
     """A new one is for a sequence that is finished, or for a longer step of all."""
     model, shapes = tiny_model(scale=2.0, max_position_embeddings=2048), []

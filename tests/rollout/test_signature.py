@@ -99,11 +99,19 @@ def test_a_parameter_that_is_a_column_gets_the_column(name: str):
     assert found == [("web", "2", "two")]
 
 
-def test_a_column_that_only_later_rows_have_is_never_the_prompt():
-    environment = FunctionalRewardWrapper(lambda question, text: 1.0)
-    environment.check([{"answer": "2"}])
-    with pytest.raises(ValueError, match="would get the prompt as its parameter 'question', but"):
-        environment.check([{"question": "?"}])
+@pytest.mark.parametrize(
+    ("fn", "what", "column"),
+    [
+        (lambda question, text: 1.0, "prompt", "question"),
+        (lambda prompt, answer: 1.0, "response", "answer"),
+    ],
+)
+def test_a_column_that_only_later_rows_have_takes_no_place(fn, what: str, column: str):
+    """Whether `answer` is what the model answered or what is right can't be known."""
+    environment = FunctionalRewardWrapper(fn)
+    environment.check([{"level": 2, "response": "2"}])
+    with pytest.raises(ValueError, match=f"would get the {what} as its parameter '{column}', but"):
+        environment.check([{column: "?"}])
 
 
 def test_completions_of_conversations_are_messages_as_in_trl():

@@ -61,20 +61,13 @@ def test_cons_by_hand():
     assert cons_at_k([0, 0], [None, None], [0, 0], 2).tolist() == [0.0]
 
 
-def test_interval_by_hand():
-    # Two responses each to three prompts, means 1, 0.5, 0: s = 0.5.
-    found = interval(mean_by_prompt([1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 2, 2]))
-    assert found.mean == 0.5
-    assert found.half_width == pytest.approx(1.959964 * 0.5 / math.sqrt(3))
-    assert interval([1.0]).half_width is None
-
-
 def test_interval_is_clustered_by_prompt():
     """By Miller's clustered standard error, but for the correction (C − 1) / C."""
     values = np.array([[1.0, 0, 1], [0, 0, 1], [1, 1, 1], [0, 0, 0]])
     clustered = math.sqrt((((values - values.mean()).sum(1)) ** 2).sum()) / values.size
     found = interval(values.mean(1)).half_width
     assert found == pytest.approx(1.959964 * clustered * math.sqrt(4 / 3), rel=1e-6)
+    assert interval([1.0]).half_width is None
 
 
 def test_interval_covers_the_truth_as_often_as_it_says():

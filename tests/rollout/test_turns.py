@@ -61,9 +61,6 @@ def test_an_environment_of_batches_has_turns():
     assert found.num_turns.tolist() == [3] * 9
     assert found.rewards.tolist() == [6.0] * 9
     assert environment.sizes[0] == 9 and sum(environment.sizes) == 27
-    alone = collected(Batched(), replace(PROMPTS, groups=range(3)).take([2]))
-    said = [[t.completion.token_ids for t in each.turns] for each in found.conversations[6:]]
-    assert said == [[t.completion.token_ids for t in each.turns] for each in alone.conversations]
 
 
 def test_a_limit_on_turns_or_tokens_ends_a_conversation():

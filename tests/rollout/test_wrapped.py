@@ -6,9 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemorl.rollout.collect import collect
-from nemorl.rollout.conversation import Prompts
-from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams, Weights
 from nemorl.rollout.wrapped import as_generation_backend
 from tests.rollout.backends import reference_logprobs
@@ -166,14 +163,6 @@ def test_an_engine_that_ends_early_where_it_must_not_is_refused():
     assert len(made(Described).generate(prompt, lasting)[0].token_ids) == 4
     with pytest.raises(ValueError, match=r"Columns.generate must have 4 tokens where .*ignore_eos"):
         made(Columns).generate(prompt, lasting)
-
-
-def test_a_batch_to_train_on_comes_of_texts():
-    prompts = Prompts([{"prompt": "12"}] * 2, [tiny_tokenizer()("12")["input_ids"]] * 2)
-    reward = FunctionalRewardWrapper(lambda prompt, response: float(response[0] == "2"))
-    rollouts = collect(made(Texts), reward, prompts, PARAMS, seed=0)
-    assert rollouts.rewards.tolist() == [1.0] * 6
-    assert rollouts.to_batch().generation_logprobs.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -178,20 +178,13 @@ class Scheduler:
 
     async def between_steps(self, compute: Callable[[], T]) -> T:
         """Return what a function returns that is called between two steps, where these compute."""
-        answer: Future[T] = Future()
 
-        def call() -> None:
-            try:
-                with self.lock:
-                    self.check()
-                    answer.set_result(compute())
-            except BaseException as error:
-                answer.set_exception(error)
-                if not isinstance(error, Exception):  # an interrupt is this thread's
-                    raise
+        def call() -> T:
+            with self.lock:
+                self.check()
+                return compute()
 
-        await _where_steps_compute(call)
-        return answer.result()
+        return await _where_steps_compute(call)
 
     async def _take_turns(self, awaited: list[_Awaited]) -> None:
         """Do steps, and pass on all results of a step at once: they are judged together."""
@@ -254,21 +247,21 @@ def require_finite(finite: bool) -> None:
         )
 
 
-async def _where_steps_compute(function: Callable[[], None]) -> None:
-    waiting = WAITING.get()
+async def _where_steps_compute(function: Callable[[], T]) -> T:
+    waiting, answer = WAITING.get(), Future[T]()
     if waiting is None:
-        function()
-        return
-    loop, over = asyncio.get_running_loop(), asyncio.Event()
+        return function()
 
     def call() -> None:
         try:
-            function()
+            answer.set_result(function())
+        except Exception as error:
+            answer.set_exception(error)
         finally:
-            loop.call_soon_threadsafe(over.set)
+            answer.cancel()  # after an interrupt, which is the waiting thread's
 
     waiting(call)
-    await over.wait()
+    return await asyncio.wrap_future(answer)
 
 
 def _settled(request: Request, answer: asyncio.Future[list[Completion]]) -> bool:

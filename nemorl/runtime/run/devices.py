@@ -8,7 +8,6 @@ from typing import Any
 
 from nemorl.checks import refuse_unused, require, warn
 from nemorl.models.capabilities import ASSUMED, known
-from nemorl.models.hub import max_positions
 from nemorl.parallel.backends import OwnLimits, check_training, limits_of
 from nemorl.parallel.config import MICRO_BATCH_TOKENS
 from nemorl.parallel.plan import ParallelPlan
@@ -149,8 +148,6 @@ class Devices:
         if model is not None:
             check_training(self.config, model, self.plan, limits_of(self.config.trainer.backend))
             check_generation(self.config.generation, model, self.machine)
-            if self.accelerated:
-                _warn_of_quadratic_memory(self.config, model, self.plan)
 
     def check_cluster(self, engines: GenerationConfig) -> None:
         """Refuse a Ray cluster without room for ranks and engines."""
@@ -287,21 +284,6 @@ def computes_on_accelerator(device: str | None, *, gpus: int, address: str | Non
     if device is not None:
         return is_accelerator(torch.device(device))
     return gpus > 0 or (address is not None and _cluster_has_gpus(address))
-
-
-def _warn_of_quadratic_memory(config: BaseConfig, model: Any, plan: ParallelPlan) -> None:
-    heads = getattr(model, "num_attention_heads", None)
-    kv_heads = getattr(model, "num_key_value_heads", None) or heads
-    if heads is None or heads == kv_heads or plan.precision == "bfloat16":
-        return
-    longest = config.data.max_total_sequence_length
-    longest = min(longest, max_positions(model) or longest)
-    gigabytes = 4 * longest**2 * heads / plan.tp / 1e9
-    warn(
-        f"attention in float32 on a GPU takes memory that grows with the square of the length, as"
-        f" the model's {heads} heads share {kv_heads} of keys and values: {gigabytes:.3g} GB a"
-        f" layer for {longest} tokens. Add --parallel.param-dtype bfloat16"
-    )
 
 
 def _check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:

@@ -272,12 +272,3 @@ def test_a_cluster_is_asked_for_its_gpus(monkeypatch):
     assert devices._cluster_has_gpus("auto") == (NUM_GPUS > 0)
     monkeypatch.setattr("ray.cluster_resources", dict)
     assert not devices._cluster_has_gpus("auto")
-
-
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_quadratic_memory_is_warned_of(gpus):
-    """Where PyTorch's kernels for float32 do not take grouped heads."""
-    found = Devices.of(config(plan={"param_dtype": "float32"}), {}, num_gpus=gpus)
-    message = "4 heads share 2 .*: 0.00105 GB .* 256 tokens"
-    with pytest.warns(UserWarning, match=message) if gpus else nullcontext():
-        found.check_model(tiny_model(num_key_value_heads=2).config)

@@ -512,7 +512,7 @@ class Steps(Iterator[Step]):
         self._update, self._passed = ExitStack(), -1
         self._receipts = Receipts(getattr(run.config, "receipts", ReceiptsConfig()))
         self._warned = False
-        self._validated = self._first = self._updates = 0
+        self._validated = 0
         self._metrics: dict[str, float] = {}
 
     def __next__(self) -> Step:
@@ -542,13 +542,6 @@ class Steps(Iterator[Step]):
         self._ended = True
         if self.validate and self.run.state.step != self._validated:
             self._validation()
-        taken, trained = self.run.state.step - self._first, self.run.updates > self._updates
-        # A loop that counts its updates has itself decided against them.
-        if taken and not trained and "num_updates" not in self._metrics:
-            warn(
-                f"the loop took {taken} steps, but trained in none of them: call"
-                " step.train(batch, loss_fn)"
-            )
         if self.run.generation.settings.max_staleness and not self.run.generation.streams:
             warn(
                 "async.max_staleness is set, but the loop sampled from no stream, so nothing was"
@@ -571,15 +564,14 @@ class Steps(Iterator[Step]):
         own = run.callbacks[1 + len(launch.callbacks) :]  # the others outlive a run with new ranks
         backends.stack.enter_context(closing(own))
         self.begun = True
-        self._validated = self._first = run.state.step
-        self._updates = run.updates
-        if self._first >= self.last_step:
+        self._validated = run.state.step
+        if self._validated >= self.last_step:
             warn(
-                f"the run has {self._first} steps already, so there is nothing to do up to step"
+                f"the run has {self._validated} steps already, so there is nothing to do up to step"
                 f" {self.last_step}: raise max_num_steps"
             )
         self._call("on_train_begin")
-        if self.validate and run.config.run.val_at_start and self._first == 0:
+        if self.validate and run.config.run.val_at_start and self._validated == 0:
             self._validation()
 
     def _finish_step(self) -> None:

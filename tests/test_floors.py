@@ -46,15 +46,15 @@ ONLY_IN = {
 ONLY_ONE_FILE = ("torchtitan", "megatron")
 
 BOUNDS = {
-    "words": 203_900,
-    "words of runtime": 80_700,
+    "words": 203_912,
+    "words of runtime": 80_400,
     "files": 185,
-    "imports among files": 1_020,
+    "imports among files": 1_016,
     "lines of a class": 250,
     "lines of a function": 75,
     "files directly in runtime": 1,
     "longest line": 100,
-    "words of tests": 192_000,
+    "words of tests": 191_800,
     "words of docs": 30_000,
     "pages of docs": 18,
     "words of README": 900,

@@ -287,10 +287,8 @@ def check_targets(batch: TokenBatch, *, vocab_size: int = 2**31) -> None:
             every(known, f"must be a token id, 0 … {last}", "use the model's tokenizer")
         elif name == "target_weights":
             every((values >= 0) & (values < math.inf), "must be 0 or more", "give probabilities")
-            one, must = (
-                (values.float().sum(-1) - 1).abs() < 1e-3,
-                "must sum to one where loss_mask is True",
-            )
+            one = (values.float().sum(-1) - 1).abs() < 1e-3
+            must = "must sum to one where loss_mask is True"
             every(one | ~batch.loss_mask, must, "divide them by their sum")
         else:
             every(values < 1e-3, "must be 0 or less", "give log-probabilities")

@@ -55,7 +55,7 @@ class Asked:
     after: "Spoken | None"
     """The answer that the prompt goes on with, to the token."""
     text: str | None = None
-    """The messages as rendered, once that is needed."""
+    """The messages as rendered, once needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,10 @@ class Spoken:
 class Context:
     """Renders messages to token ids, and keeps what was sampled.
 
-    A prompt goes on with the tokens of the answer that ends the longest beginning of its messages
-    under the same tools, whatever was asked in between; of equal answers with those whose dict is
-    passed, else of the latest. Where the chat template renders that otherwise than then, but for
-    white space around what was sampled, an answer that was gone on with takes its place, and
-    without one the template's own rendering, which begins another segment.
+    A prompt continues the answer that ends the longest recorded beginning of its messages under the
+    same tools, with its tokens; of equal answers the one whose dict is passed, else the latest.
+    Where the chat template renders that beginning differently now, white space around answers
+    aside, the next shorter one is taken. Without any, the template's rendering begins a segment.
     """
 
     tokenizer: Any

@@ -322,9 +322,7 @@ class ScheduledBackend(ABC):
         top_k: int = 0,
         kind: LogprobKind | None = None,
     ) -> Scores:
-        """Return `GenerationBackend.score`, of one version of the weights: no step or update comes
-        between its sequences.
-        """
+        """Return `GenerationBackend.score`, of one version of the weights."""
         self._scheduler.check()
         check_scored(token_ids, top_k, **self.sizes)
         if not len(token_ids):

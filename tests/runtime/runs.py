@@ -32,7 +32,6 @@ TIMES = (
     "cpu_percent",
     "memory_gb",
     "gpu_memory_gb",
-    "gpu_percent",
     "trainer/seconds",
     "trainer/shared_fraction",  # of microbatches
     "trainer/memory_gb",

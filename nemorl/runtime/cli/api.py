@@ -18,7 +18,7 @@ from nemorl.runtime.config.yaml_io import ConfigError, without_secrets
 from nemorl.runtime.run.data import Reward, Rows
 from nemorl.runtime.run.open_run import run
 from nemorl.runtime.run.registry import get_algorithm
-from nemorl.runtime.run.saving import TrainResult, html_table
+from nemorl.runtime.run.saving import TrainResult
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.log import changed_settings
 
@@ -292,9 +292,6 @@ class Trainer:
         model = type(self.model).__name__ if isinstance(self.model, nn.Module) else str(self.model)
         parts = [f"{key}={value!r}" for key, value in self._changed().items()]
         return f"{type(self).__name__}({', '.join([repr(model), *parts])})"
-
-    def _repr_html_(self) -> str:
-        return html_table(f"{type(self).__name__} of {short(str(self.model))}", self._changed())
 
 
 class SFTTrainer(Trainer):

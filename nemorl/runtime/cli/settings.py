@@ -49,10 +49,6 @@ SAMPLED = (
 REWARDED = ("reward", "rollout.")
 """How those begin that another reward takes the place of."""
 PROMPTS = ("prompt_column", "prompt_template", "system_prompt", "chat")
-OF_ROWS = (
-    *("validation", "validation_split", "validation_environments"),
-    *("answer_column", "environment_column"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +171,12 @@ class EvalConfig(RewardConfig, AnswerConfig):
     """Answer the rows of data.validation and judge the answers by a reward."""
 
     unused: ClassVar[dict[str, tuple[str, ...]]] = AnswerConfig.unused | {
-        "data": all_but(DataConfig, *PROMPTS, *OF_ROWS)
+        "data": all_but(
+            DataConfig,
+            *PROMPTS,
+            *("validation", "validation_split", "validation_environments"),
+            *("answer_column", "environment_column"),
+        )
     }
 
     output: str | None = None

@@ -95,8 +95,7 @@ class TokenScorer:
     """Computes the prompt log-probabilities of requests whose `extra_args` have a `scoring`, and as
     `targets` the token after each of theirs.
 
-    vLLM's own code, in whose place it is, knows no temperature and no filters, and may hold the
-    logits of a whole prompt.
+    vLLM's own code has no temperature or filters, and may hold a prompt's logits.
     """
 
     rows = 256

@@ -1,7 +1,6 @@
 """Callbacks that measure a run and warn if it learns nothing or sampler and trainer disagree."""
 
 import math
-from contextlib import suppress
 
 import psutil
 import torch
@@ -9,7 +8,6 @@ import torch
 from nemorl.checks import warn
 from nemorl.parallel.measure import GIGABYTE, gpu_peaks
 from nemorl.runtime.config.grpo import GapConfig
-from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
@@ -65,13 +63,12 @@ class SignalWatch(Callback):
 
 class GapWatch(Callback):
     """Warn where sampler and trainer disagree, unless on tokens of older weights; raise
-    FloatingPointError where too much. Comes after checkpoints, to name the newest.
+    FloatingPointError where too much.
     """
 
     def __init__(self, config: GapConfig, directory: RunDirectory) -> None:
         self.config, self.directory = config, directory
         self.next_warning = config.warn
-        self.error: FloatingPointError | None = None
 
     def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         if "token_mult_prob_error" not in metrics:
@@ -91,8 +88,7 @@ class GapWatch(Callback):
             f" {self.directory.samples_file(step)} or in nemorl report."
         )
         if self.config.stop is not None and not value <= self.config.stop:
-            self.error = FloatingPointError(f"{found} gap.stop is {self.config.stop:g}). {causes}")
-            raise self.error
+            raise FloatingPointError(f"{found} gap.stop is {self.config.stop:g}). {causes}")
         if metrics.get("staleness/max") and value < math.inf:
             return  # older weights are another distribution
         if self.next_warning is not None and not value <= self.next_warning:
@@ -100,26 +96,12 @@ class GapWatch(Callback):
             remedy = "off_policy.mode truncate corrects for it."
             warn(f"{found} gap.warn is {self.config.warn:g}). {causes} {remedy}")
 
-    def on_exception(self, trainer: RunView, error: BaseException) -> None:
-        if error is not self.error or self.config.stop is None:
-            return
-        measured = checkpoint.metrics_by_step(self.directory.path)
-        gaps = {step: metrics.get("token_mult_prob_error") for step, metrics in measured.items()}
-        good = [step for step, gap in gaps.items() if gap and gap <= self.config.stop]
-        error.add_note(
-            f"The newest checkpoint from before the gap is step_{max(good)}: to resume from it,"
-            f" remove the later ones in {self.directory.checkpoints}."
-            if good
-            else "No checkpoint from before the gap is left (see run.save_period)."
-        )
-
 
 class ResourceMeter(Callback):
     """Add to the metrics of every step:
 
     cpu_percent: of this process; 100 is one core · memory_gb: resident, in 10^9 bytes ·
-    gpu_memory_gb: the most that PyTorch's tensors took · gpu_percent: where NVIDIA's library
-    (nvidia-ml-py) can be asked.
+    gpu_memory_gb: the most that PyTorch's tensors took.
     """
 
     def __init__(self) -> None:
@@ -137,6 +119,4 @@ class ResourceMeter(Callback):
         }
         if self.gpu:
             found["gpu_memory_gb"] = gpu_peaks.take() / GIGABYTE
-            with suppress(ImportError, RuntimeError):  # the library is missing, or refuses
-                found["gpu_percent"] = float(torch.cuda.utilization())
         return found

@@ -135,7 +135,6 @@ SECTIONS = {
         "cpu_percent": Metric("CPU", "percent; 100 is one core"),
         "memory_gb": Metric("Memory", "GB, resident"),
         "gpu_memory_gb": Metric("GPU memory", "GB, the step's peak"),
-        "gpu_percent": Metric("GPU", "percent"),
     },
 }
 """The metrics in the order shown; a name that ends in / or _ is a prefix."""

@@ -94,7 +94,6 @@ def test_a_trainer_is_made_as_in_trl(folder: Path, tmp_path: Path):
     result = trainer.train()
     assert losses(result) == losses(start(grpo_config(tmp_path / "other", steps=2)))
     assert repr(trainer).startswith("GRPOTrainer(") and "optimizer.lr=0.01" in repr(trainer)
-    assert "<td>optimizer.lr</td><td>0.01</td>" in trainer._repr_html_()
     assert repr(result).startswith("TrainResult(step=2, reward=") and len(repr(result)) < 200
     assert "<td>path</td><td>runs/grpo</td>" in result._repr_html_()
 

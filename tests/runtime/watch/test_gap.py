@@ -174,7 +174,7 @@ def test_a_sampler_without_logprobs_is_told_of(skewed: type[Skewed], tmp_path: P
 
 
 def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Path) -> None:
-    """The step is recorded and saved; the message names a checkpoint to resume from."""
+    """The step is recorded and saved."""
     skewed.factors = {4: 1.5}
     gap, run = nemorl.GapConfig(stop=1.3), {"save_period": 2}
     config = grpo_config(tmp_path, steps=6, generation=SKEWED, gap=gap, run=run)
@@ -184,9 +184,8 @@ def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Pa
         start(config)
     notes = " ".join(caught.value.__notes__)
     assert f"{tmp_path} has a checkpoint of step 5" in notes
-    assert "The newest checkpoint from before the gap is step_4: to resume from it" in notes
     record = json.loads((tmp_path / "run.json").read_text())
-    assert record["status"] == "failed" and "step_4" in record["error"]
+    assert record["status"] == "failed"
     steps = [line["step"] for line in lines(tmp_path, "metrics.jsonl")]
     assert steps == [1, 2, 3, 4, 5] and samples_at(tmp_path, 5)
     skewed.factors = {}

@@ -274,8 +274,7 @@ class SmallBackend(InTurns):
 
     Counts optimizer steps, also in checkpoints, if the backend has no `step`; wraps
     log-probabilities in `Logprobs` of the batch's `logprob_kind`, metrics of `forward_backward` in
-    `Output`. Without `weights` those of its `model` are taken. Another method that it lacks is an
-    AttributeError.
+    `Output`. Lacking `weights` are those of its `model`, if any; other methods AttributeErrors.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -283,9 +282,10 @@ class SmallBackend(InTurns):
 
     def __getattr__(self, name: str) -> Any:
         inner = self.__dict__.get("inner")
-        if name == "weights" and not has_own(inner, name, FullTrainingBackend):
+        lacks = name in vars(FullTrainingBackend) and not has_own(inner, name, FullTrainingBackend)
+        if lacks and name == "weights" and hasattr(inner, "model"):
             return self._weights
-        if name in vars(FullTrainingBackend) and not has_own(inner, name, FullTrainingBackend):
+        if lacks:
             raise AttributeError(f"the training backend {type(inner).__name__} has no {name}()")
         if name == "get_reference_logprobs":
             return partial(self._logprobs, name)

@@ -274,15 +274,21 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _handlers() -> Iterator[None]:
-    """Keep the signal handlers that Ray replaces."""
+    """Keep the signal handlers that Ray replaces; they get a SIGTERM that came then."""
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
     before = {number: signal.getsignal(number) for number in numbers}
+    ended = False
     try:
         yield
+    except SystemExit:  # by Ray's handler: it has not started
+        ended = main
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if ended:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _probe(address: str) -> None:

@@ -23,13 +23,12 @@ def test_a_script_sees_its_own_line(forked: Path, tmp_path: Path):
         """import nemorl
 quiet = {"display": "none", "plots": False, "export": False}
 nemorl.train(
-    "model", [{"prompt": "1+1=", "response": "2"}] * 4, algorithm="sft", lr=0.5, device="cpu",
+    "model", [{"prompt": "1+1=", "response": "2"}] * 4, algorithm="sft", device="cpu",
     max_num_steps=1, max_total_sequence_length=1000, train_global_batch_size=4, run=quiet,
 )
 """
     )
     said = succeeded(forked / "python", "mine.py", cwd=tmp_path).stderr
-    assert "mine.py:3: UserWarning: optimizer.lr is 0.5" in said
     assert "mine.py:3: UserWarning: data.max_total_sequence_length is lowered" in said
 
 

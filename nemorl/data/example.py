@@ -32,7 +32,6 @@ class Example:
     target_ids: Any = None
     """`[tokens]` or `[tokens, k]`."""
     target_weights: Any = None
-    """`[tokens, k]`, as `teacher_logprobs`."""
     teacher_logprobs: Any = None
 
     def __post_init__(self) -> None:

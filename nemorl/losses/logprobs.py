@@ -269,7 +269,7 @@ class HeadOutputs(NamedTuple):
     target_rest_logprobs: Float[Tensor, "tokens"] | None = None
     """log Σ p over all other tokens; -inf, with gradient 0, where there are none."""
     top_ids: Int[Tensor, "tokens top_k"] | None = None
-    """The likeliest tokens, likeliest first; which of equal ones is not said."""
+    """The likeliest tokens, likeliest first."""
     top_logprobs: Float[Tensor, "tokens top_k"] | None = None
     top_rest_logprobs: Float[Tensor, "tokens"] | None = None
 

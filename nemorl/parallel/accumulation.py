@@ -470,7 +470,7 @@ class Accumulating(InTurns, ABC):
         layout = self.cutting.own_layout(batch, self.place, replay=not reference)
         found = self._outputs(layout, needs, reference=reference)
         whole = whole_outputs(found, layout, needs, self.world)
-        if needs.top_k:  # elsewhere places are empty, for a student
+        if needs.top_k:  # empty places elsewhere
             computed = batch.response_mask & same_segment(batch.segment_ids)
             whole.top_logprobs = whole.top_logprobs.masked_fill(~computed[..., None], -math.inf)
         return whole

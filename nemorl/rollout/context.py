@@ -48,7 +48,7 @@ class Asked:
     """What a prompt was made of."""
 
     log: list[str]
-    """The tools and the messages as they were passed, as JSON."""
+    """Tools and messages as they were passed, as JSON."""
     messages: list[Message]
     """The messages, answers among them as they were sampled."""
     tools: Tools
@@ -64,7 +64,7 @@ class Spoken:
 
     asked: Asked
     log: list[str]
-    """That of `asked`, and the answer as it was returned."""
+    """`asked.log`, and the answer as returned."""
     message: Message
     """The dict that was returned."""
     sampled: Message

@@ -318,8 +318,8 @@ class GenerationBackend(Protocol):
         """Return log π(x_t | x_<t) of every token of some sequences, and of the `top_k` likeliest
         at its place.
 
-        kind: the distribution, whose support includes x_t (None: temperature 1, all tokens). It may
-        run beside other requests. Raises: as `sample`; ValueError from `check_scored`.
+        kind: the distribution, whose support includes x_t (None: temperature 1, all tokens).
+        Raises: as `sample`; ValueError from `check_scored`.
         """
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:

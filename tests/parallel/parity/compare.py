@@ -109,7 +109,7 @@ def arrays(outcome: Outcome) -> dict[str, Tensor]:
         return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
     return {
-        "logprobs": flat({"": outcome.logprobs, **outcome.sets}),
+        "logprobs": flat({"": outcome.logprobs, **outcome.sets}).nan_to_num(neginf=-1e6),
         "logprobs in the loss": outcome.token_logprobs,
         "entropy": outcome.entropy,
         "gradient": flat(outcome.gradients),

@@ -200,8 +200,9 @@ def reference(problem: Problem) -> Outcome:
     with torch.no_grad():
         logprobs, _, every = forward(model, batch, problem.dtype)
         before, mask = torch.where(batch.response_mask, logprobs, 0.0), batch.response_mask
+        free = {"top_logprobs": -torch.inf}
         sets = {
-            name: torch.where(mask.view(*mask.shape, *(1,) * (x.ndim - 2)), x, 0)
+            name: torch.where(mask.view(*mask.shape, *(1,) * (x.ndim - 2)), x, free.get(name, 0))
             for name, x in sets_of(every, batch).items()
         }
     values, norms, first, gradients = [], [], None, {}

@@ -11,8 +11,9 @@ from tests.runtime.runs import saved_model
 CELL = """import nemorl
 rows = [{"prompt": "1+1=", "response": "2"}] * 8
 result = nemorl.train(
-    "model", rows, algorithm="sft", lr=0.5, max_num_steps=4, train_global_batch_size=4,
-    max_total_sequence_length=32, device="cpu", num_epochs=4, run={"plots": False, "export": False},
+    "model", rows, algorithm="sft", max_num_steps=4, train_global_batch_size=4,
+    max_total_sequence_length=1000, device="cpu", num_epochs=4,
+    run={"plots": False, "export": False},
 )
 result"""
 
@@ -46,4 +47,4 @@ def test_a_run_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "<b>TrainResult</b><table>" in result.data["text/html"]
     assert result.data["text/plain"].startswith("TrainResult(step=4, ")
     said = "".join(each.text for each in outputs if each.get("name") == "stderr")
-    assert ".py:3: UserWarning: optimizer.lr is 0.5" in said, said
+    assert ".py:3: UserWarning: data.max_total_sequence_length is lowered" in said, said

@@ -1,7 +1,8 @@
 """The sample log's rows and the metrics of conversations of several turns that may fail."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -162,12 +163,11 @@ def test_groups_count_the_same_whatever_their_size(generator):
 def test_groups_are_informative_by_what_is_compared(generator):
     """[1, 0] and [0, 1] are equal rewards, but not equal turns."""
 
-    class Turns(Count):
-        made = 0
+    made = defaultdict(count)  # of each row: resets come in any order
 
+    class Turns(Count):
         def reset(self, answer: str) -> str:
-            self.first = Turns.made % 2
-            Turns.made += 1
+            self.first = next(made[answer]) % 2
             return super().reset(answer)
 
         def step(self, response: str) -> TurnResult:

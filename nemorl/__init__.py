@@ -14,9 +14,12 @@ from typing import Any
 
 import nemorl.openmp as _openmp  # noqa: F401  (before torch, which reads what it sets)
 
-# As type checkers read them, each name once.
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_MODULE_OF = {name: module for module, name in re.findall(r"from (\S+) import (\w+) as", _STUB)}
+_MODULE_OF = {
+    name: module
+    for module, names in re.findall(r"from (\S+) import (\([^)]*|.*)", _STUB)
+    for name in re.findall(r"(\w+) as", names)
+}
 __all__ = sorted([*_MODULE_OF, "__version__"])
 
 

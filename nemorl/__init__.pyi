@@ -1,105 +1,121 @@
-"""The public names, for type checkers; nemorl/__init__.py reads here where each one is."""
+# ruff: noqa: I001
+"""The public names, for type checkers and for nemorl/__init__.py, which reads them here."""
 
-from nemorl import data as data
-from nemorl import losses as losses
+from nemorl import data as data, losses as losses
 from nemorl.data.batch import TokenBatch as TokenBatch
 from nemorl.data.sources import DataModule as DataModule
-from nemorl.losses.types import Needs as Needs
-from nemorl.losses.types import needs as needs
+from nemorl.losses.types import Needs as Needs, needs as needs
 from nemorl.parallel.backend import TrainingBackend as TrainingBackend
-from nemorl.parallel.config import BackendConfig as BackendConfig
-from nemorl.parallel.config import LoRAConfig as LoRAConfig
-from nemorl.parallel.config import ModelConfig as ModelConfig
-from nemorl.parallel.config import OptimizerConfig as OptimizerConfig
-from nemorl.parallel.config import OptimSettings as OptimSettings
-from nemorl.parallel.config import ProfileConfig as ProfileConfig
-from nemorl.parallel.config import TrainerConfig as TrainerConfig
+from nemorl.parallel.config import (
+    BackendConfig as BackendConfig,
+    LoRAConfig as LoRAConfig,
+    ModelConfig as ModelConfig,
+    OptimSettings as OptimSettings,
+    OptimizerConfig as OptimizerConfig,
+    ProfileConfig as ProfileConfig,
+    TrainerConfig as TrainerConfig,
+)
 from nemorl.parallel.plan import ParallelPlan as ParallelPlan
 from nemorl.parallel.proving import prove as prove
-from nemorl.rollout.config import GenerationConfig as GenerationConfig
-from nemorl.rollout.config import RolloutConfig as RolloutConfig
-from nemorl.rollout.conversation import ContextFull as ContextFull
-from nemorl.rollout.conversation import Conversation as Conversation
-from nemorl.rollout.conversation import ConversationFailed as ConversationFailed
-from nemorl.rollout.conversation import Episode as Episode
-from nemorl.rollout.conversation import Failure as Failure
-from nemorl.rollout.conversation import Outcome as Outcome
-from nemorl.rollout.conversation import Policy as Policy
-from nemorl.rollout.conversation import Turn as Turn
-from nemorl.rollout.environment import EnvironmentInterface as EnvironmentInterface
-from nemorl.rollout.environment import EnvironmentReturn as EnvironmentReturn
-from nemorl.rollout.environment import FunctionalRewardWrapper as FunctionalRewardWrapper
+from nemorl.rollout.config import (
+    GenerationConfig as GenerationConfig,
+    RolloutConfig as RolloutConfig,
+)
+from nemorl.rollout.conversation import (
+    ContextFull as ContextFull,
+    Conversation as Conversation,
+    ConversationFailed as ConversationFailed,
+    Episode as Episode,
+    Failure as Failure,
+    Outcome as Outcome,
+    Policy as Policy,
+    Turn as Turn,
+)
+from nemorl.rollout.environment import (
+    EnvironmentInterface as EnvironmentInterface,
+    EnvironmentReturn as EnvironmentReturn,
+    FunctionalRewardWrapper as FunctionalRewardWrapper,
+)
 from nemorl.rollout.environments.classes import TurnResult as TurnResult
 from nemorl.rollout.environments.openenv import openenv as openenv
-from nemorl.rollout.generation import Completion as Completion
-from nemorl.rollout.generation import GenerationBackend as GenerationBackend
-from nemorl.rollout.generation import SamplingParams as SamplingParams
-from nemorl.rollout.generation import Scores as Scores
-from nemorl.rollout.judge import Judge as Judge
-from nemorl.rollout.judge import RewardServer as RewardServer
+from nemorl.rollout.generation import (
+    Completion as Completion,
+    GenerationBackend as GenerationBackend,
+    SamplingParams as SamplingParams,
+    Scores as Scores,
+)
+from nemorl.rollout.judge import Judge as Judge, RewardServer as RewardServer
 from nemorl.rollout.processes import judged_in_processes as judged_in_processes
-from nemorl.runtime.algorithms.policy_loss import at_version as at_version
-from nemorl.runtime.algorithms.policy_loss import policy_loss as policy_loss
-from nemorl.runtime.cli.api import DPOTrainer as DPOTrainer
-from nemorl.runtime.cli.api import GRPOTrainer as GRPOTrainer
-from nemorl.runtime.cli.api import SFTTrainer as SFTTrainer
-from nemorl.runtime.cli.api import train as train
-from nemorl.runtime.cli.inference import evaluate as evaluate
-from nemorl.runtime.cli.inference import export as export
-from nemorl.runtime.cli.inference import generate as generate
-from nemorl.runtime.cli.main import cli as cli
-from nemorl.runtime.cli.main import main as main
-from nemorl.runtime.config.base import BaseConfig as BaseConfig
-from nemorl.runtime.config.base import DataConfig as DataConfig
-from nemorl.runtime.config.base import RunConfig as RunConfig
-from nemorl.runtime.config.base import RuntimeConfig as RuntimeConfig
-from nemorl.runtime.config.grpo import AsyncConfig as AsyncConfig
-from nemorl.runtime.config.grpo import CISPOLoss as CISPOLoss
-from nemorl.runtime.config.grpo import ClippedLoss as ClippedLoss
-from nemorl.runtime.config.grpo import GapConfig as GapConfig
-from nemorl.runtime.config.grpo import GroupAdvantage as GroupAdvantage
-from nemorl.runtime.config.grpo import GRPOConfig as GRPOConfig
-from nemorl.runtime.config.grpo import GSPOLoss as GSPOLoss
-from nemorl.runtime.config.grpo import KLConfig as KLConfig
-from nemorl.runtime.config.grpo import OffPolicyConfig as OffPolicyConfig
-from nemorl.runtime.config.grpo import OverlongConfig as OverlongConfig
-from nemorl.runtime.config.grpo import ReceiptsConfig as ReceiptsConfig
-from nemorl.runtime.config.grpo import ReinforceLoss as ReinforceLoss
-from nemorl.runtime.config.grpo import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
-from nemorl.runtime.config.grpo import preset as preset
-from nemorl.runtime.config.offline import DPOConfig as DPOConfig
-from nemorl.runtime.config.offline import DPOLoss as DPOLoss
-from nemorl.runtime.config.offline import HingeLoss as HingeLoss
-from nemorl.runtime.config.offline import IPOLoss as IPOLoss
-from nemorl.runtime.config.offline import KTOLoss as KTOLoss
-from nemorl.runtime.config.offline import ORPOLoss as ORPOLoss
-from nemorl.runtime.config.offline import SFTConfig as SFTConfig
-from nemorl.runtime.config.offline import SimPOLoss as SimPOLoss
+from nemorl.runtime.algorithms.policy_loss import (
+    at_version as at_version,
+    policy_loss as policy_loss,
+)
+from nemorl.runtime.cli.api import (
+    DPOTrainer as DPOTrainer,
+    GRPOTrainer as GRPOTrainer,
+    SFTTrainer as SFTTrainer,
+    train as train,
+)
+from nemorl.runtime.cli.inference import (
+    evaluate as evaluate,
+    export as export,
+    generate as generate,
+)
+from nemorl.runtime.cli.main import cli as cli, main as main
+from nemorl.runtime.config.base import (
+    BaseConfig as BaseConfig,
+    DataConfig as DataConfig,
+    RunConfig as RunConfig,
+    RuntimeConfig as RuntimeConfig,
+)
+from nemorl.runtime.config.grpo import (
+    AsyncConfig as AsyncConfig,
+    CISPOLoss as CISPOLoss,
+    ClippedLoss as ClippedLoss,
+    GRPOConfig as GRPOConfig,
+    GSPOLoss as GSPOLoss,
+    GapConfig as GapConfig,
+    GroupAdvantage as GroupAdvantage,
+    KLConfig as KLConfig,
+    OffPolicyConfig as OffPolicyConfig,
+    OverlongConfig as OverlongConfig,
+    ReceiptsConfig as ReceiptsConfig,
+    ReinforceLoss as ReinforceLoss,
+    ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage,
+    preset as preset,
+)
+from nemorl.runtime.config.offline import (
+    DPOConfig as DPOConfig,
+    DPOLoss as DPOLoss,
+    HingeLoss as HingeLoss,
+    IPOLoss as IPOLoss,
+    KTOLoss as KTOLoss,
+    ORPOLoss as ORPOLoss,
+    SFTConfig as SFTConfig,
+    SimPOLoss as SimPOLoss,
+)
 from nemorl.runtime.config.tree import load_config as load_config
 from nemorl.runtime.engines.weights import sync_weights as sync_weights
-from nemorl.runtime.run.loop import Run as Run
-from nemorl.runtime.run.loop import Step as Step
-from nemorl.runtime.run.open_run import open_run as open_run
-from nemorl.runtime.run.open_run import run as run
-from nemorl.runtime.run.registry import get_algorithm as get_algorithm
-from nemorl.runtime.run.registry import get_generation_backend as get_generation_backend
-from nemorl.runtime.run.registry import get_training_backend as get_training_backend
-from nemorl.runtime.run.registry import register_advantage as register_advantage
-from nemorl.runtime.run.registry import register_algorithm as register_algorithm
-from nemorl.runtime.run.registry import register_generation_backend as register_generation_backend
-from nemorl.runtime.run.registry import register_logger as register_logger
-from nemorl.runtime.run.registry import register_loss as register_loss
-from nemorl.runtime.run.registry import register_reward as register_reward
-from nemorl.runtime.run.registry import register_training_backend as register_training_backend
+from nemorl.runtime.run.loop import Run as Run, Step as Step
+from nemorl.runtime.run.open_run import open_run as open_run, run as run
+from nemorl.runtime.run.registry import (
+    get_algorithm as get_algorithm,
+    get_generation_backend as get_generation_backend,
+    get_training_backend as get_training_backend,
+    register_advantage as register_advantage,
+    register_algorithm as register_algorithm,
+    register_generation_backend as register_generation_backend,
+    register_logger as register_logger,
+    register_loss as register_loss,
+    register_reward as register_reward,
+    register_training_backend as register_training_backend,
+)
 from nemorl.runtime.run.saving import TrainResult as TrainResult
 from nemorl.runtime.store.state import RunView as RunView
-from nemorl.runtime.watch.callbacks import Callback as Callback
-from nemorl.runtime.watch.callbacks import StopTraining as StopTraining
-from nemorl.runtime.watch.loggers import LoggedRun as LoggedRun
-from nemorl.runtime.watch.loggers import MetricLogger as MetricLogger
+from nemorl.runtime.watch.callbacks import Callback as Callback, StopTraining as StopTraining
+from nemorl.runtime.watch.loggers import LoggedRun as LoggedRun, MetricLogger as MetricLogger
 from nemorl.runtime.watch.report import write_report as write_report
-from nemorl.runtime.workers.cluster import Bundle as Bundle
-from nemorl.runtime.workers.cluster import RayVirtualCluster as RayVirtualCluster
+from nemorl.runtime.workers.cluster import Bundle as Bundle, RayVirtualCluster as RayVirtualCluster
 from nemorl.runtime.workers.worker import RayWorkerGroup as RayWorkerGroup
 
 __version__: str

@@ -21,7 +21,13 @@ from nemorl.losses.types import LossOutput, merge, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.calls import name_of
 from nemorl.rollout.collect import Rollouts, turn_numbers, turn_returns
-from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig, OwnAdvantage, OwnLoss
+from nemorl.runtime.config.grpo import (
+    GroupAdvantage,
+    GRPOConfig,
+    OnlineConfig,
+    OwnAdvantage,
+    OwnLoss,
+)
 from nemorl.runtime.config.tree import settings_of
 
 LossWeights = Callable[[Bool[Tensor, "batch seq"], Int[Tensor, "batch"]], Tensor]
@@ -32,7 +38,7 @@ Shaping = Callable[[Rollouts], Float[Tensor, "batch"]]
 """The rewards that are compared."""
 
 
-def make_loss_weights(config: GRPOConfig) -> LossWeights:
+def make_loss_weights(config: OnlineConfig) -> LossWeights:
     """Return the function that weights tokens."""
     match config.reduction:
         case "token_mean":
@@ -46,7 +52,7 @@ def make_loss_weights(config: GRPOConfig) -> LossWeights:
             return masks.group_mean_weights
 
 
-def make_shaping(config: GRPOConfig) -> Shaping:
+def make_shaping(config: OnlineConfig) -> Shaping:
     """Return the function that shapes rewards by length."""
     overlong, limit = config.overlong, config.generation.longest_response
     if not overlong.buffer:
@@ -108,7 +114,7 @@ def _per_token(found: Any, mask: Bool[Tensor, "batch seq"], name: str) -> Tensor
     return adv.to_tokens(found, mask) if found.ndim == 1 else torch.where(mask, found, 0.0)
 
 
-def make_loss(config: GRPOConfig) -> LossFn:
+def make_loss(config: OnlineConfig) -> LossFn:
     """Return the configured loss of a part of a batch."""
     constants, off_policy, kl = settings_of(config.loss), config.off_policy, config.kl
     if isinstance(config.loss, OwnLoss):

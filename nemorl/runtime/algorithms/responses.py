@@ -14,7 +14,7 @@ from nemorl.losses.logprobs import Logprobs, require_same_support
 from nemorl.rollout.collect import Rollouts, join, select
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.algorithms.policy_loss import Shaping
-from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.config.grpo import GRPOConfig, OnlineConfig
 from nemorl.runtime.run.loop import PromptStream, Run, Step
 from nemorl.runtime.run.samples import (
     Samples,
@@ -26,17 +26,17 @@ from nemorl.runtime.run.samples import (
 )
 
 
-def trained_rows(config: GRPOConfig, rollouts: Rollouts) -> Bool[Tensor, "batch"]:
+def trained_rows(config: OnlineConfig, rollouts: Rollouts) -> Bool[Tensor, "batch"]:
     """Return which conversations are trained on."""
     kept = torch.ones(len(rollouts), dtype=torch.bool)
     if config.overlong.filter:
         kept &= ~rollouts.truncated
-    if config.dynamic_sampling:
+    if isinstance(config, GRPOConfig) and config.dynamic_sampling:
         kept &= informative(rollouts, config)
     return kept
 
 
-def teaches(config: GRPOConfig, batch: TokenBatch) -> bool:
+def teaches(config: OnlineConfig, batch: TokenBatch) -> bool:
     """Return whether the batch's loss has a gradient."""
     assert batch.advantages is not None
     if config.kl.coef or config.entropy_coef or config.off_policy.penalty:
@@ -44,7 +44,7 @@ def teaches(config: GRPOConfig, batch: TokenBatch) -> bool:
     return bool((batch.advantages != 0).any())
 
 
-def with_logprobs(run: Run[GRPOConfig], batch: TokenBatch, *, several: bool) -> TokenBatch:
+def with_logprobs(run: Run[OnlineConfig], batch: TokenBatch, *, several: bool) -> TokenBatch:
     """Add the logprobs that the loss compares. several: whether it gets several updates."""
     config, trainer = run.config, run.trainer
     if config.needs_reference:
@@ -68,7 +68,7 @@ def by_segment(
     return pad(values, (0, batch.input_ids.shape[1] - values.shape[1]))
 
 
-def minibatches(num_responses: int, config: GRPOConfig, *, seed: int) -> Iterator[Tensor]:
+def minibatches(num_responses: int, config: OnlineConfig, *, seed: int) -> Iterator[Tensor]:
     """Yield the rows of each optimizer step, in random order if several."""
     size = config.train_global_batch_size or num_responses
     for epoch in range(config.num_updates_per_batch):
@@ -112,7 +112,7 @@ def part(rollouts: Rollouts, chosen: Bool[Tensor, "batch"]) -> Rollouts:
 
 
 def compared_samples(
-    run: Run[GRPOConfig], rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
+    run: Run[OnlineConfig], rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
 ) -> Samples:
     """Return groups for the sample log, with that of `worst_row` where logprobs are known."""
     groups = rollouts.group_id.tolist()

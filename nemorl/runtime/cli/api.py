@@ -11,7 +11,7 @@ from nemorl.checks import require, short
 from nemorl.models.hub import load_tokenizer
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.flags import MAIN
-from nemorl.runtime.config.grpo import GRPOConfig, of_preset
+from nemorl.runtime.config.grpo import OnlineConfig, of_preset
 from nemorl.runtime.config.spellings import advice
 from nemorl.runtime.config.tree import construct, flat, key_of, keys_named, layer, leaves, to_dict
 from nemorl.runtime.config.yaml_io import ConfigError, without_secrets
@@ -126,7 +126,7 @@ def from_keywords(
 def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str, Any]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = to_dict(value)
-    if name in ("loss", "advantage") and callable(value) and cls is GRPOConfig:
+    if name in ("loss", "advantage") and callable(value) and issubclass(cls, OnlineConfig):
         raise ConfigError(
             f"{name} must be a name, but it is a function: decorate it with"
             f' @nemorl.register_{name}("mine"), and pass {name}="mine"',

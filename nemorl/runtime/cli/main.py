@@ -33,10 +33,15 @@ from nemorl.runtime.cli.settings import (
     settings_of_run,
     used_by_plan,
 )
-from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
+from nemorl.runtime.config.base import (
+    BaseConfig,
+    DataConfig,
+    RewardConfig,
+    require_files,
+    require_rows,
+)
 from nemorl.runtime.config.flags import given, help_of, in_full, names_of, parse_flags, peek
 from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, GRPOConfig, of_preset
-from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.config.spellings import algorithm_hint
 from nemorl.runtime.config.tree import (
     Setting,
@@ -449,7 +454,7 @@ def _require_names_and_rows(config: object, *, elsewhere: bool = False) -> None:
         # As many as there are: one of several sets may have the usual names of columns.
         others = len(sources_of(source)) - len(files)
         rows = load_rows(files + files[:1] * others, **data.reading()) if files else []
-        if isinstance(config, GRPOConfig | SFTConfig | EvalConfig):
+        if isinstance(config, RewardConfig):
             for_rows(rows[: getattr(config, "max_rows", None)], prompt_of)
 
 

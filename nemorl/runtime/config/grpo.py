@@ -312,11 +312,10 @@ class ReceiptsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(RewardConfig, BaseConfig):
-    """Reinforcement learning from groups of responses per prompt. Its relatives: see --preset."""
+class OnlineConfig(RewardConfig, BaseConfig):
+    """What algorithms have in common that train on responses of the policy."""
 
     loss: PolicyLossConfig = field(default_factory=ClippedLoss)
-    advantage: AdvantageConfig = field(default_factory=GroupAdvantage)
     kl: KLConfig = field(default_factory=KLConfig)
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
@@ -336,12 +335,6 @@ class GRPOConfig(RewardConfig, BaseConfig):
     """Sequences per optimizer step. None: the whole rollout batch."""
     num_updates_per_batch: int = 1
     """Passes over each rollout batch."""
-    dynamic_sampling: bool = False
-    """Replace groups whose rewards, before shaping, are all equal by fresh ones (DAPO)."""
-    max_sampling_rounds: int = 4
-    """Rounds after which dynamic sampling continues with the groups that it has. 16 steps in a row
-    with none end the run.
-    """
     entropy_coef: float | None = 0.0
     """Weight of the entropy bonus; 0 only reports the entropy. None: not computed, which is faster.
     """
@@ -355,47 +348,6 @@ class GRPOConfig(RewardConfig, BaseConfig):
             max_num_steps=self.max_num_steps,
             train_global_batch_size=self.train_global_batch_size,
             num_updates_per_batch=self.num_updates_per_batch,
-            max_sampling_rounds=self.max_sampling_rounds,
-        )
-        match self.advantage:
-            case ReinforcePlusPlusAdvantage(group_baseline=compares_groups):
-                pass
-            case GroupAdvantage(baseline="batch_mean" | "none", scale="batch_std" | "none"):
-                compares_groups = False
-            case _:
-                compares_groups = isinstance(self.advantage, GroupAdvantage)
-        by_turn = isinstance(self.advantage, GroupAdvantage) and self.advantage.level == "turn"
-        for other, what in (
-            (self.overlong.buffer > 0, "overlong.buffer"),
-            (
-                getattr(self.advantage, "baseline", "") == "length_weighted",
-                "advantage.baseline length_weighted",
-            ),
-            (
-                isinstance(self.loss, GSPOLoss) and not self.loss.token_gradient,
-                "the loss gspo without loss.token_gradient",
-            ),
-        ):
-            require(
-                not (by_turn and other),
-                "advantage.level",
-                f"is not for {what}",
-                "turn",
-                "change one of them",
-            )
-        require(
-            self.num_generations_per_prompt > 1 or not compares_groups,
-            "num_generations_per_prompt",
-            "must be at least 2 where responses are compared within their group",
-            self.num_generations_per_prompt,
-            "use 2 or more, or --advantage.baseline batch_mean --advantage.scale batch_std",
-        )
-        require(
-            self.num_generations_per_prompt > 1 or not self.dynamic_sampling,
-            "dynamic_sampling",
-            "needs num_generations_per_prompt of at least 2: it keeps prompts whose rewards differ",
-            True,
-            "turn it off, or use 2 or more",
         )
         self._check_async()
         self._check_off_policy()
@@ -458,13 +410,6 @@ class GRPOConfig(RewardConfig, BaseConfig):
                 "set a mode, or remove it",
                 names=bounds,
             )
-        require(
-            chosen.proximal == "recompute" or not self.needs_kl_reward,
-            "off_policy.proximal",
-            "must be recompute with advantage.kl_coef above 0",
-            chosen.proximal,
-            "use recompute, or set kl_coef to 0",
-        )
 
     def doubts(self) -> Sequence[str]:
         if self.max_staleness and self.generation.traits.engines and self.generation.colocated:
@@ -505,7 +450,76 @@ class GRPOConfig(RewardConfig, BaseConfig):
         """Whether a frozen copy of the initial model is kept."""
         return self.kl.coef > 0 or self.needs_kl_reward
 
-    @cached_property
+    @property
+    def needs_kl_reward(self) -> bool:
+        """Whether the reward holds a KL penalty per token."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(OnlineConfig):
+    """Reinforcement learning from groups of responses per prompt. Its relatives: see --preset."""
+
+    advantage: AdvantageConfig = field(default_factory=GroupAdvantage)
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards, before shaping, are all equal by fresh ones (DAPO)."""
+    max_sampling_rounds: int = 4
+    """Rounds after which dynamic sampling continues with the groups that it has. 16 steps in a row
+    with none end the run.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, max_sampling_rounds=self.max_sampling_rounds)
+        match self.advantage:
+            case ReinforcePlusPlusAdvantage(group_baseline=compares_groups):
+                pass
+            case GroupAdvantage(baseline="batch_mean" | "none", scale="batch_std" | "none"):
+                compares_groups = False
+            case _:
+                compares_groups = isinstance(self.advantage, GroupAdvantage)
+        by_turn = isinstance(self.advantage, GroupAdvantage) and self.advantage.level == "turn"
+        for other, what in (
+            (self.overlong.buffer > 0, "overlong.buffer"),
+            (
+                getattr(self.advantage, "baseline", "") == "length_weighted",
+                "advantage.baseline length_weighted",
+            ),
+            (
+                isinstance(self.loss, GSPOLoss) and not self.loss.token_gradient,
+                "the loss gspo without loss.token_gradient",
+            ),
+        ):
+            require(
+                not (by_turn and other),
+                "advantage.level",
+                f"is not for {what}",
+                "turn",
+                "change one of them",
+            )
+        require(
+            self.num_generations_per_prompt > 1 or not compares_groups,
+            "num_generations_per_prompt",
+            "must be at least 2 where responses are compared within their group",
+            self.num_generations_per_prompt,
+            "use 2 or more, or --advantage.baseline batch_mean --advantage.scale batch_std",
+        )
+        require(
+            self.num_generations_per_prompt > 1 or not self.dynamic_sampling,
+            "dynamic_sampling",
+            "needs num_generations_per_prompt of at least 2: it keeps prompts whose rewards differ",
+            True,
+            "turn it off, or use 2 or more",
+        )
+        require(
+            self.off_policy.proximal == "recompute" or not self.needs_kl_reward,
+            "off_policy.proximal",
+            "must be recompute with advantage.kl_coef above 0",
+            self.off_policy.proximal,
+            "use recompute, or set kl_coef to 0",
+        )
+
+    @property
     def needs_kl_reward(self) -> bool:
         """Whether the reward holds a KL penalty per token."""
         return isinstance(self.advantage, ReinforcePlusPlusAdvantage) and self.advantage.kl_coef > 0

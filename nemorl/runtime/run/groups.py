@@ -13,7 +13,7 @@ from nemorl.rollout.driver import Driver
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.grpo import AsyncConfig, GRPOConfig
+from nemorl.runtime.config.grpo import AsyncConfig, OnlineConfig
 from nemorl.runtime.engines.weights import HasWeights, sync_weights
 from nemorl.runtime.store.files import check_writer
 
@@ -218,7 +218,7 @@ class Generation:
 
     def __init__(self, progress: Progress, config: BaseConfig, directory: Path) -> None:
         self.progress, self.directory = progress, directory
-        self.settings = config.async_ if isinstance(config, GRPOConfig) else AsyncConfig()
+        self.settings = config.async_ if isinstance(config, OnlineConfig) else AsyncConfig()
         self.streams: list[GroupStream] = []
         self.synced: dict[int, int] = {}
         """Finished steps when the generator last got a version of the weights, by version."""

@@ -52,6 +52,7 @@ from nemorl.runtime.algorithms.policy_loss import (
 )
 from nemorl.runtime.cli.api import (
     DPOTrainer as DPOTrainer,
+    DistillTrainer as DistillTrainer,
     GRPOTrainer as GRPOTrainer,
     SFTTrainer as SFTTrainer,
     train as train,
@@ -67,6 +68,12 @@ from nemorl.runtime.config.base import (
     DataConfig as DataConfig,
     RunConfig as RunConfig,
     RuntimeConfig as RuntimeConfig,
+)
+from nemorl.runtime.config.distill import (
+    DistillConfig as DistillConfig,
+    SampledTokens as SampledTokens,
+    TeacherConfig as TeacherConfig,
+    TopTokens as TopTokens,
 )
 from nemorl.runtime.config.grpo import (
     AsyncConfig as AsyncConfig,

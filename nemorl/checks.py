@@ -166,7 +166,8 @@ def refuse_unused(
         if names is None or item.name in names:
             value = getattr(config, item.name)
             default = item.default if item.default_factory is MISSING else item.default_factory()
-            require(value == default, f"{section}.{item.name}", requirement, value, remedy)
+            name = f"{section}.{item.name}".strip("._")
+            require(value == default, name, requirement, value, remedy)
 
 
 INSIDE = (f"{Path(__file__).parent}{sep}", f"{sysconfig.get_path('stdlib')}{sep}", "<frozen ")

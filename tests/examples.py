@@ -83,6 +83,8 @@ def write_example_files(folder: Path) -> None:
         "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     )
     tokenizer.save_pretrained(folder / "model")
+    tiny_model(seed=1, scale=3.0, max_position_embeddings=4096).save_pretrained(folder / "teacher")
+    tokenizer.save_pretrained(folder / "teacher")
     for name in ("model", "sft"):
         shutil.copytree(folder / "model", folder / "runs" / "quickstart-0" / name)
     sums = [(row["prompt"], row["answer"]) for row in addition_rows()]

@@ -22,6 +22,7 @@ from tests.runtime.runs import (
 BRIEFLY = {
     "custom_algorithm.py": ("3", "greedy accuracy: 0."),
     "custom_backend.py": ("2", "differs by a factor of 1.0000"),
+    "distill.py": ("", "done in"),
     "custom_reward.py": ("2", "first_try/solved: "),
     "custom_training_backend.py": ("5", "from the start"),
     "puzzle.py": ("--steps 1", "2x2, of boards held out and others: solved [0."),
@@ -57,7 +58,9 @@ def test_each_example_is_run():
     assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted({**BRIEFLY, **ELSEWHERE})
 
 
-@pytest.mark.slow_cases("custom_backend.py", "puzzle.py", "several_devices.py", "tools.py")
+@pytest.mark.slow_cases(
+    "custom_backend.py", "distill.py", "puzzle.py", "several_devices.py", "tools.py"
+)
 @pytest.mark.parametrize("script", BRIEFLY)
 def test_it_runs(script: str, tmp_path: Path, monkeypatch, capsys):
     arguments, expected = BRIEFLY[script]

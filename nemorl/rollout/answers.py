@@ -336,6 +336,11 @@ def reasoning_gym_score(
 _task = functools.cache(task_of)
 
 
+def unjudged(prompt: str, response: str) -> float:
+    """Return 0, where nothing is to be judged."""
+    return 0.0
+
+
 REWARDS: dict[str, Any] = {
     "choice": choice,
     "exact_match": exact_match,

@@ -38,18 +38,23 @@ class Fake:
         self.asked: list[dict] = []
         self.headers: list[dict] = []
         self.reply = lambda path, body: (200, "Score: 7")
-        self.kind = "text/html"
+        self.kind, self.models = "text/html", {"data": [{"id": "big"}]}
         self.at_once, self.between, self.go_on = 1 << 30, 0.0, threading.Event()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def do_GET(self) -> None:
+                self.answer(200, fake.models)
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 fake.asked.append(body)
                 fake.headers.append(dict(self.headers))
-                status, said = fake.reply(self.path, body)
+                self.answer(*fake.reply(self.path, body))
+
+            def answer(self, status: int, said: object) -> None:
                 if status == 200 and isinstance(said, str):
                     said = {"choices": [{"message": {"role": "assistant", "content": said}}]}
                 data = said if isinstance(said, bytes) else json.dumps(said).encode()

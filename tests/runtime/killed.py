@@ -22,8 +22,10 @@ from tests.runtime.runs import (
     addition_rows,
     ahead,
     digits,
+    distill_config,
     dpo_config,
     grpo_config,
+    hinted_rows,
     learn,
     lines,
     numbers,
@@ -207,7 +209,8 @@ def main(settings: dict[str, Any]) -> None:
     if algorithm == "talk":
         talk(folder, steps=steps, seed=settings.get("seed"))
         return
-    make = {"grpo": grpo_config, "sft": sft_config, "dpo": dpo_config}[algorithm]
+    makes = {"grpo": grpo_config, "sft": sft_config, "dpo": dpo_config, "distill": distill_config}
+    make = makes[algorithm]
     for name, section in (("kl", nemorl.KLConfig), ("lora", nemorl.LoRAConfig)):
         if name in options:
             options[name] = section(**options[name])
@@ -225,7 +228,8 @@ def main(settings: dict[str, Any]) -> None:
         with opened(config, callbacks=callbacks) as run:
             own_loop(run, run.steps(steps))
     else:
-        start(config, validation=validation, callbacks=callbacks)
+        rows = hinted_rows() if algorithm == "distill" else None
+        start(config, rows=rows, validation=validation, callbacks=callbacks)
 
 
 if __name__ == "__main__":

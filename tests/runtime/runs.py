@@ -26,6 +26,7 @@ TIMES = (
     "seconds",
     "seconds_generate",
     "seconds_reference",
+    "seconds_teacher",
     "seconds_train",
     "seconds_sync",
     "tokens_per_second",
@@ -55,6 +56,14 @@ def of_phase(result: nemorl.TrainResult, phase: str) -> list[dict[str, Any]]:
 def addition_rows(count: int = 40) -> list[dict[str, Any]]:
     sums = [(f"{i % 7}+{i % 5}=", str(i % 7 + i % 5)) for i in range(count)]
     return [{"prompt": prompt, "answer": answer, "response": answer} for prompt, answer in sums]
+
+
+def hinted_rows() -> list[dict[str, Any]]:
+    """`addition_rows` without answers, whose teacher sees them in its prompt."""
+    return [
+        {"prompt": prompt, "teacher_prompt": f"{prompt}{answer}, {prompt}"}
+        for prompt, answer in ((row["prompt"], row["answer"]) for row in addition_rows())
+    ]
 
 
 def preference_rows(count: int = 60, *, seed: int = 0, wrong: float = 0.0) -> list[dict[str, Any]]:
@@ -100,6 +109,7 @@ GROUPS = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
 grpo_config = partial(small_config, nemorl.GRPOConfig, SAMPLED | GROUPS)
 sft_config = partial(small_config, nemorl.SFTConfig, SAMPLED | BATCH)
 dpo_config = partial(small_config, nemorl.DPOConfig, BATCH)
+distill_config = partial(small_config, nemorl.DistillConfig, SAMPLED | {"num_prompts_per_step": 12})
 
 
 LOSS = nemorl.policy_loss(policy.clipped, off_policy={})

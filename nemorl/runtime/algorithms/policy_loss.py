@@ -21,6 +21,7 @@ from nemorl.losses.types import LossOutput, merge, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.calls import name_of
 from nemorl.rollout.collect import Rollouts, turn_numbers, turn_returns
+from nemorl.runtime.config.distill import DistillConfig
 from nemorl.runtime.config.grpo import (
     GroupAdvantage,
     GRPOConfig,
@@ -66,7 +67,7 @@ def make_shaping(config: OnlineConfig) -> Shaping:
     )
 
 
-def make_advantages(config: GRPOConfig) -> Advantages:
+def make_advantages(config: GRPOConfig | DistillConfig) -> Advantages:
     """Return the function that turns rewards into advantages."""
     choice, shaped = config.advantage, make_shaping(config)
 

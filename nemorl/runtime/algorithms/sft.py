@@ -16,6 +16,7 @@ from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput, TrainingBackend
+from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.run.data import within_limit
 from nemorl.runtime.run.loop import Run, Validate
@@ -35,7 +36,7 @@ def sft(run: Run[SFTConfig]) -> None:
 
 
 def demonstrations(
-    run: Run[SFTConfig], name: str, rows: Sequence[Any]
+    run: Run[BaseConfig], name: str, rows: Sequence[Any]
 ) -> tuple[Sequence[Example], Sequence[Any]]:
     """Return demonstrations as tokens, and their rows."""
     items = to_examples(rows, run.tokenizer)

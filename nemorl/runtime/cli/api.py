@@ -320,3 +320,12 @@ class DPOTrainer(Trainer):
     """
 
     algorithm = "dpo"
+
+
+class DistillTrainer(Trainer):
+    """Learning from a teacher.
+
+    `DistillTrainer.from_pretrained("small", teacher={"model": "runs/rl"}).fit("prompts.jsonl")`
+    """
+
+    algorithm = "distill"

@@ -93,6 +93,9 @@ COMMON = {
     "rollout.environment",
     "async.max_staleness",
     "kl.coef",
+    "teacher.model",
+    "teacher.engine",
+    "distillation.name",
 }
 """Settings of sections that `--help` shows."""
 RARE = {
@@ -122,6 +125,9 @@ train a model; each run writes a folder with its metrics, checkpoints and the mo
   nemorl sft  --model.path Qwen/Qwen3-0.6B --data.train demos.jsonl --run.dir runs/sft
   nemorl grpo --model.path runs/sft --data.train problems.jsonl --run.dir runs/rl
   nemorl dpo  --model.path runs/sft --data.train pairs.jsonl --run.dir runs/dpo
+  nemorl rm   --model.path runs/sft --data.train pairs.jsonl --run.dir runs/rm
+  nemorl ppo  --model.path runs/sft --data.train prompts.jsonl --reward rm:runs/rm
+  nemorl distill --model.path small --data.train prompts.jsonl --teacher.model runs/rl
   nemorl grpo --config my.yaml --parallel.dp-shard 4       one model on four devices
 
 resume an interrupted run with its saved settings
@@ -147,9 +153,9 @@ find out what nemorl can do with a model (packing, LoRA, FSDP2, …), without it
   nemorl models check google/gemma-3-1b-it
 
 data: one JSON object a line; nemorl data example FILE writes some, data inspect shows them
-  grpo, eval   {{"prompt": "12+34=", "answer": "46"}}
+  grpo, ppo    {{"prompt": "12+34=", "answer": "46"}}
   sft          {{"prompt": "12+34=", "response": "46"}}
-  dpo          {{"prompt": "12+34=", "chosen": "46", "rejected": "47"}}
+  dpo, rm      {{"prompt": "12+34=", "chosen": "46", "rejected": "47"}}
 
 nemorl COMMAND --help shows the usual settings, --help SECTION one section, --help all everything.
 --import my_module makes what your file registers available by name: algorithms (as commands),

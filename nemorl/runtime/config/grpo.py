@@ -453,7 +453,46 @@ class OnlineConfig(RewardConfig, BaseConfig):
     @property
     def needs_kl_reward(self) -> bool:
         """Whether the reward holds a KL penalty per token."""
-        return False
+        advantage = getattr(self, "advantage", None)
+        return isinstance(advantage, ReinforcePlusPlusAdvantage) and advantage.kl_coef > 0
+
+
+def check_groups(config: OnlineConfig) -> None:
+    """Refuse advantages that do not fit the other settings of a config."""
+    advantage: Any = vars(config)["advantage"]
+    match advantage:
+        case ReinforcePlusPlusAdvantage(group_baseline=compares_groups):
+            pass
+        case GroupAdvantage(baseline="batch_mean" | "none", scale="batch_std" | "none"):
+            compares_groups = False
+        case _:
+            compares_groups = isinstance(advantage, GroupAdvantage)
+    by_turn = isinstance(advantage, GroupAdvantage) and advantage.level == "turn"
+    for other, what in (
+        (config.overlong.buffer > 0, "overlong.buffer"),
+        (
+            getattr(advantage, "baseline", "") == "length_weighted",
+            "advantage.baseline length_weighted",
+        ),
+        (
+            isinstance(config.loss, GSPOLoss) and not config.loss.token_gradient,
+            "the loss gspo without loss.token_gradient",
+        ),
+    ):
+        require(
+            not (by_turn and other),
+            "advantage.level",
+            f"is not for {what}",
+            "turn",
+            "change one of them",
+        )
+    require(
+        config.num_generations_per_prompt > 1 or not compares_groups,
+        "num_generations_per_prompt",
+        "must be at least 2 where responses are compared within their group",
+        config.num_generations_per_prompt,
+        "use 2 or more, or --advantage.baseline batch_mean --advantage.scale batch_std",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,39 +510,7 @@ class GRPOConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, max_sampling_rounds=self.max_sampling_rounds)
-        match self.advantage:
-            case ReinforcePlusPlusAdvantage(group_baseline=compares_groups):
-                pass
-            case GroupAdvantage(baseline="batch_mean" | "none", scale="batch_std" | "none"):
-                compares_groups = False
-            case _:
-                compares_groups = isinstance(self.advantage, GroupAdvantage)
-        by_turn = isinstance(self.advantage, GroupAdvantage) and self.advantage.level == "turn"
-        for other, what in (
-            (self.overlong.buffer > 0, "overlong.buffer"),
-            (
-                getattr(self.advantage, "baseline", "") == "length_weighted",
-                "advantage.baseline length_weighted",
-            ),
-            (
-                isinstance(self.loss, GSPOLoss) and not self.loss.token_gradient,
-                "the loss gspo without loss.token_gradient",
-            ),
-        ):
-            require(
-                not (by_turn and other),
-                "advantage.level",
-                f"is not for {what}",
-                "turn",
-                "change one of them",
-            )
-        require(
-            self.num_generations_per_prompt > 1 or not compares_groups,
-            "num_generations_per_prompt",
-            "must be at least 2 where responses are compared within their group",
-            self.num_generations_per_prompt,
-            "use 2 or more, or --advantage.baseline batch_mean --advantage.scale batch_std",
-        )
+        check_groups(self)
         require(
             self.num_generations_per_prompt > 1 or not self.dynamic_sampling,
             "dynamic_sampling",
@@ -518,11 +525,6 @@ class GRPOConfig(OnlineConfig):
             self.off_policy.proximal,
             "use recompute, or set kl_coef to 0",
         )
-
-    @property
-    def needs_kl_reward(self) -> bool:
-        """Whether the reward holds a KL penalty per token."""
-        return isinstance(self.advantage, ReinforcePlusPlusAdvantage) and self.advantage.kl_coef > 0
 
 
 PRESETS: dict[str, dict[str, Any]] = {

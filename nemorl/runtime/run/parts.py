@@ -578,20 +578,26 @@ def live_generator(
     if engines is None:
         yield None
         return
-    launch, config = backends.launch, backends.launch.config
+    options: Any = {"trainer": trainer}
+    if not engines.traits.on_trainer:
+        options = {"model": engine_source(backends.launch.devices, engines.traits, model)}
+        options |= {"records_experts": True} if backends.launch.config.trainer.router_replay else {}
+    with live_engine(backends, engines, **options) as generator:
+        yield generator
+
+
+@contextmanager
+def live_engine(
+    backends: Backends, engines: GenerationConfig, **options: Any
+) -> Iterator[GenerationBackend]:
+    """Set up an engine for the block. options: what its backend is made with."""
+    launch, devices = backends.launch, backends.launch.devices
     backend: Any = get_generation_backend(engines.backend)
-    if engines.traits.on_trainer:
-        generator = backend(trainer=trainer, tokenizer=launch.tokenizer)
-    else:
-        options: Any = {"records_experts": True} if config.trainer.router_replay else {}
-        if launch.devices.placed and launch.devices.shares_gpus(engines):
+    if not engines.traits.on_trainer:
+        options["precision"] = launch.config.parallel.precision
+        if devices.placed and devices.shares_gpus(engines):
             options["beside"] = backends.ranks.places
-        generator = backend(
-            model=engine_source(launch.devices, engines.traits, model),
-            tokenizer=launch.tokenizer,
-            precision=config.parallel.precision,
-            **options,
-        )
+    generator = backend(tokenizer=launch.tokenizer, **options)
     try:
         with waiting_for_engines(engines, quiet=launch.quiet):
             generator.setup(engines)

@@ -16,6 +16,7 @@ from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationTraits, Machine
 from nemorl.rollout.user_code import check_function
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.distill import DistillConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.offline import DPOConfig, SFTConfig
 from nemorl.runtime.config.tree import add_own, texts_in
@@ -44,6 +45,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sft": Algorithm(SFTConfig, "nemorl.runtime.algorithms.sft:sft"),
     "grpo": Algorithm(GRPOConfig, "nemorl.runtime.algorithms.grpo:grpo"),
     "dpo": Algorithm(DPOConfig, "nemorl.runtime.algorithms.dpo:dpo"),
+    "distill": Algorithm(DistillConfig, "nemorl.runtime.algorithms.distill:distill"),
 }
 TRAINING_BACKENDS: dict[str, str | type] = {
     "dtensor": "nemorl.parallel.dtensor.backend:DTensorBackend",

@@ -327,7 +327,7 @@ def loop_callbacks(
         ResourceMeter(),
         make_display(config.run.display, total_steps=total_steps),
         Recorder(launch.loggers, logged),
-        SignalWatch(),
+        *[SignalWatch()] * (getattr(config, "reward_coef", 1.0) > 0),
     ]
     observers = tuple(found)
     if condition := config.run.stop_condition():

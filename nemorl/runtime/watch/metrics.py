@@ -54,6 +54,12 @@ SECTIONS = {
         "groups_trained": Metric("Groups trained on", "prompts in a step"),
         "groups_kept": Metric("Groups kept", "share of sampled prompts that are trained on"),
     },
+    "Teacher": {
+        "divergence": Metric("Divergence from the teacher", "nats per token", "div"),
+        "student_mass": Metric("Student's mass", "at the teacher's likeliest tokens"),
+        "teacher_mass": Metric("Teacher's mass", "at its likeliest tokens"),
+        "topk_top1_agreement": Metric("Same likeliest token", "share of tokens"),
+    },
     "Conversations": {
         "turns": Metric("Turns", "of the model in a conversation", "turns", usual=1),
         "truncated_turns": Metric(

@@ -28,6 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": "dpo",
         "options": {"reference": "precomputed"},
     },
+    "distill with minibatches, of its own weights": {
+        "algorithm": "distill",
+        "options": {"train_global_batch_size": 4, "num_updates_per_batch": 2},
+    },
     "kto": {"algorithm": "dpo", "options": {"loss": "kto", "reference": "precomputed"}},
     "sft with adapters and dropout in them": {
         "algorithm": "sft",

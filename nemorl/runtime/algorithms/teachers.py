@@ -1,0 +1,276 @@
+"""The teachers of distillation: what they say of a student's tokens, and the loss of it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nemorl.checks import closest, require
+from nemorl.data.batch import Example, TokenBatch, collate, pad, take
+from nemorl.data.datasets import prompt_of, to_prompts
+from nemorl.data.packing import pack, segments_apart
+from nemorl.data.rows import first_of, for_rows
+from nemorl.losses.advantages import opd
+from nemorl.losses.distillation import distillation_topk
+from nemorl.losses.logprobs import LogprobKind
+from nemorl.losses.types import LossOutput, mean_of, needs
+from nemorl.models.hub import load_tokenizer, max_positions, model_folder
+from nemorl.models.source import ModelSource
+from nemorl.parallel.backend import ForwardOutput, LossFn, Needs
+from nemorl.rollout.episodes import with_environment_tools
+from nemorl.rollout.judge import ScoreServer, ask
+from nemorl.runtime.algorithms import policy_loss
+from nemorl.runtime.config.distill import LIVE, DistillConfig, TopTokens
+from nemorl.runtime.run.launch import generation_config, model_config_of
+from nemorl.runtime.run.loop import Run
+from nemorl.runtime.run.parts import live_engine
+
+Said = tuple[Int[Tensor, "batch seq k"], Float[Tensor, "batch seq k"]]
+"""The tokens that a teacher compares at each place, and its log-probabilities of them."""
+PROBE = "The café's 12 + 34 = 46; naïve “quotes”, 日本語 Привет\n\tdef f(x): return x**2 != [1]"
+"""A text that different tokenizers split differently."""
+
+
+class Teachers:
+    """The teachers of a run, by name."""
+
+    def __init__(self, run: Run[DistillConfig], stack: ExitStack) -> None:
+        self.run, self.config, self.stack = run, run.config.teacher, stack
+        kind = run.config.distillation
+        self.top_k = (
+            kind.top_k or run.launch.of_model.vocab_size if isinstance(kind, TopTokens) else 0
+        )
+        """How many tokens are compared; 0: the sampled one."""
+        self.kind = LogprobKind(run.config.generation.temperature)
+        for_rows(first_of(run.rows), self.check_row)
+        checked = {name: self.check(model) for name, model in self.config.models.items()}
+        self.scorers = {name: self.load(name, found) for name, found in checked.items()}
+
+    def check_row(self, row: Any) -> None:
+        """Refuse a row that names no teacher, or tells the student's own weights nothing new."""
+        models, names = self.config.models, [*self.config.models]
+        name = "" if names == [""] else str(row.get(self.config.column))
+        must, remedy = f"must be one of {', '.join(names)}", f"name one{closest(name, names)}"
+        require(name in names, f"the column {self.config.column}", must, name, remedy)
+        told = row.get(self.config.prompt_column) is not None or models[name] not in (None, LIVE)
+        must = "must have the teacher's prompt where the student teaches itself"
+        column, remedy = f"the column {self.config.prompt_column}", "add it, or --teacher.model"
+        require(told, column, must, None, remedy)
+
+    def check(self, model: str | None) -> str | ScoreServer | None:
+        """Refuse a teacher that reads other tokens than the student, or too few; return a folder,
+        the model behind a URL, or what is the student itself.
+        """
+        if model in (None, LIVE):
+            return model
+        found: Any
+        if model.startswith("http"):
+            found, positions = ask(ScoreServer.find(model))
+        else:
+            found, trust = model_folder(model), self.run.config.model.trust_remote_code
+            tokenizer = load_tokenizer(found, trust_remote_code=trust)
+            of_model = model_config_of(found, trust_remote_code=trust)
+            positions = of_model and max_positions(of_model)
+
+        def read(text: str) -> list[int]:
+            if isinstance(found, ScoreServer):
+                return ask(found.tokens(text))
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        must = f"must have the {self.longest} positions of the longest row that it scores"
+        fits, remedy = positions is None or self.longest <= positions, "shorten the rows"
+        require(fits, f"teacher.model {model}", must, positions, remedy)
+        prompts = self.prompts(first_of(self.run.rows)[:3])
+        for text in [PROBE, *map(self.run.tokenizer.decode, prompts)]:
+            own = self.run.tokenizer(text, add_special_tokens=False)["input_ids"]
+            theirs, remedy = read(text), "take a teacher of the same family"
+            must = f"must have the student's tokenizer, which reads {text!r} as {own}"
+            require(own == theirs, f"teacher.model {model}", must, theirs, remedy)
+        if isinstance(found, ScoreServer):
+            ask(found.score([own], top_k=self.top_k, kind=self.kind))
+        return found
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that a teacher may have to score."""
+        rows = [row for row in first_of(self.run.rows) if row.get(self.config.prompt_column)]
+        pairs = zip(self.prompts(rows, told=True), self.prompts(rows), strict=True)
+        more = max((len(told) - len(own) for told, own in pairs), default=0)
+        return self.run.config.data.max_total_sequence_length + max(0, more)
+
+    def load(self, name: str, model: str | ScoreServer | None) -> Callable[[TokenBatch], Said]:
+        """Return what scores a batch with a sequence in each row."""
+        run, config = self.run, self.run.config
+        if isinstance(model, ScoreServer):
+            return partial(self.scored, model)
+        if model is not None and self.config.engine is not None:
+            own = replace(config.generation, backend=self.config.engine)
+            shares = not self.config.own_devices
+            own = generation_config(
+                replace(config, generation=own), run.launch.directory, run.launch.devices
+            )
+            trust = config.model.trust_remote_code
+            source = ModelSource(model, device=config.trainer.device, trust_remote_code=trust)
+            live = live_engine(run.others, replace(own, colocated=shares), model=source)
+            engine = self.stack.enter_context(live)
+            engine.sleep()
+            return partial(self.scored, engine)
+        if model == LIVE:
+            return lambda batch: self.computed(run.trainer, batch)
+        made: Any = {"trains": False, "own_ranks": self.config.own_devices}
+        name = f"teacher_{name}" if name else "teacher"
+        return partial(self.computed, run.backend(name, model=model, **made))
+
+    def computed(self, backend: Any, batch: TokenBatch) -> Said:
+        """Return what a training backend says."""
+        if not self.top_k:
+            return batch.input_ids[..., None], backend.get_logprobs(batch).values[..., None]
+        found = backend.compute(batch, Needs(top_k=self.top_k))
+        return found.top_ids, found.top_logprobs
+
+    def scored(self, engine: Any, batch: TokenBatch) -> Said:
+        """Return what a server, or an engine that is awake for this alone, says."""
+        rows = zip(batch.input_ids.tolist(), batch.lengths.tolist(), strict=True)
+        sequences, sleeps = [ids[:n] for ids, n in rows], hasattr(engine, "sleep")
+        if sleeps:
+            self.run.make_room()
+            engine.wake()
+        found = ask(engine.score(sequences, top_k=self.top_k, kind=self.kind))
+        if sleeps:
+            engine.sleep()
+        length = batch.input_ids.shape[1]
+        arrays = [found.token_logprobs, *[found.top_logprobs, found.top_ids] * (self.top_k > 0)]
+        logprobs, *top = (
+            pad([torch.as_tensor(each) for each in part], value=0, length=length)[0]
+            for part in arrays
+        )
+        if not top:
+            return batch.input_ids[..., None], logprobs[..., None]
+        return top[1].long(), top[0]
+
+    def __call__(self, batch: TokenBatch, rows: Sequence[Any]) -> TokenBatch:
+        """Add to a batch, of whose rows each belongs to one of the data, what its teacher says
+        under its `teacher_prompt`, as `target_ids` and `teacher_logprobs`.
+        """
+        apart, plan = segments_apart(replace(batch, sampled_hashes=None))
+        of = [row for row, segments in zip(rows, plan, strict=True) for _ in segments]
+        seen, later = self.seen(apart, of)
+        order, said = list[int](), list[Said]()
+        for name, score in self.scorers.items():
+            mine = [i for i, row in enumerate(of) if not name or row[self.config.column] == name]
+            if mine:
+                order += mine
+                said.append(score(take(seen, mine)))
+        back = torch.tensor(order).argsort()
+        place = torch.arange(apart.input_ids.shape[1]) + later[:, None]
+        place = place.clamp(0, seen.input_ids.shape[1] - 1)[..., None]
+        ids, logprobs = (
+            torch.cat(parts)[back].gather(1, place.expand(-1, -1, parts[0].shape[-1]))
+            for parts in zip(*said, strict=True)
+        )
+        inside = apart.response_mask[..., None]
+        ids, logprobs = ids.where(inside, 0), logprobs.where(inside, -torch.inf)
+        packed = pack(replace(apart, target_ids=ids, teacher_logprobs=logprobs), plan)
+        given: Any = {name: vars(packed)[name] for name in ("target_ids", "teacher_logprobs")}
+        return replace(batch, **given)
+
+    def seen(
+        self, batch: TokenBatch, rows: Sequence[Any]
+    ) -> tuple[TokenBatch, Int[Tensor, "batch"]]:
+        """Return a batch, with a sequence in each row, under the prompts for teachers, and how many
+        tokens later each response stands there.
+        """
+        if all(row.get(self.config.prompt_column) is None for row in rows):
+            return batch, torch.zeros(len(rows), dtype=torch.long)
+        examples, later = list[Example](), list[int]()
+        samples, own = self.run.config.responses == "student", self.prompts(rows)
+        begins = batch.response_mask.long().argmax(-1).tolist()
+        for i, told in enumerate(self.prompts(rows, told=True)):
+            begin, length = begins[i], int(batch.lengths[i])
+            ids = batch.input_ids[i, :length].tolist()
+            if samples and ids[:begin] != own[i]:
+                raise RuntimeError(
+                    "a row's teacher_prompt takes the place of its prompt, but a conversation has"
+                    " rewritten or cut that: omit it, or keep the prompt in its context"
+                )
+            mask = [False] * len(told) + [True] * (length - begin)
+            ids = [*told, *ids[begin:]]
+            examples.append(Example(input_ids=ids, loss_mask=mask, response_mask=mask))
+            later.append(len(told) - begin)
+        return collate(examples, logprob_kind=batch.logprob_kind), torch.tensor(later)
+
+    def prompts(self, rows: Sequence[Any], *, told: bool = False) -> Sequence[Sequence[int]]:
+        """Return the prompts of rows, or the ones for teachers, as tokens. In a chat a teacher's
+        text is the user's message, behind the system's.
+        """
+
+        def for_teacher(row: Any) -> Any:
+            prompt = row.get(self.config.prompt_column)
+            if isinstance(prompt, str) and not isinstance(own := prompt_of(row), str):
+                before = [each for each in own if each["role"] in ("system", "developer")]
+                prompt = [*before, {"role": "user", "content": prompt}]
+            return row if prompt is None else row.but(prompt=prompt)
+
+        rows, tokenizer = for_rows(rows, for_teacher) if told else rows, self.run.tokenizer
+        return to_prompts(with_environment_tools(self.run.environment, rows, tokenizer), tokenizer)
+
+
+@contextmanager
+def open_teachers(run: Run[DistillConfig]) -> Iterator[Teachers]:
+    """Check the teachers, and have them ready to score for the block.
+
+    Raises: ValueError, before any model is loaded, for a teacher with another tokenizer or too few
+    positions, and rows that name none.
+    """
+    with ExitStack() as stack:
+        yield Teachers(run, stack)
+
+
+def make_loss(config: DistillConfig) -> LossFn:
+    """Return the configured loss of a part of a batch that teachers have scored."""
+    kind, top, samples = config.distillation, None, config.responses == "student"
+    entropy = samples and config.entropy_coef is not None
+    if isinstance(kind, TopTokens):
+        top = {name: getattr(kind, name) for name in ("direction", "mix", "outside")}
+        top["temperature"] = config.generation.temperature
+        entropy |= kind.outside == "zero"
+    of_policy = policy_loss.make_loss(config) if samples else None
+    found = partial(distillation_loss, policy=of_policy, top=top, coef=kind.coef)
+    return needs(entropy=entropy, targets=top is not None)(found)
+
+
+def distillation_loss(
+    output: ForwardOutput,
+    batch: TokenBatch,
+    *,
+    policy: LossFn | None,
+    top: Mapping[str, Any] | None,
+    coef: float,
+) -> LossOutput:
+    """Return the policy loss, of advantages with coef · (log π_teacher − log π_prev) added, or with
+    `top`, keywords of `distillation_topk`, plus coef · that divergence.
+    """
+    assert batch.loss_weights is not None and batch.teacher_logprobs is not None
+    if top is not None:
+        assert batch.target_ids is not None
+        result = distillation_topk(
+            output.target_logprobs,
+            output.target_rest_logprobs,
+            batch.target_ids,
+            batch.teacher_logprobs,
+            coef * batch.loss_weights,
+            entropy=output.entropy if top["outside"] == "zero" else None,
+            **top,
+        )
+        return result if policy is None else result + policy(output, batch)
+    assert policy is not None and batch.advantages is not None
+    now = output.token_logprobs.detach() if batch.prev_logprobs is None else batch.prev_logprobs
+    mask = batch.loss_weights != 0
+    better = opd(batch.teacher_logprobs[..., 0], now, mask)
+    result = policy(output, replace(batch, advantages=batch.advantages + coef * better))
+    return replace(result, metrics={**result.metrics, "divergence": mean_of(-better, mask)})

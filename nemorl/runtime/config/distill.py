@@ -1,0 +1,132 @@
+"""The settings of distillation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nemorl.checks import at_least, refuse_unused, require
+from nemorl.runtime.config.grpo import AdvantageConfig, GroupAdvantage, OnlineConfig, check_groups
+
+LIVE = "self"
+"""The teacher that is the student itself, with the weights of each step."""
+SAMPLING = (
+    *("loss", "advantage", "reward_coef", "kl", "off_policy", "overlong", "gap", "async_"),
+    *("receipts", "rollout", "num_generations_per_prompt", "entropy_coef"),
+)
+"""Settings without a use where the data have the responses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """The model that scores the student's tokens."""
+
+    model: str | dict[str, str] | None = None
+    """A folder, hub name, run, or URL of vLLM's server (http://host:8000/v1#MODEL); self: the
+    student at each step. A mapping of names has several, which the rows' column `teacher` chooses.
+    Default: the student as it began.
+    """
+    engine: str | None = None
+    """Generation backend that scores (torch, vllm, yours), with the settings of `generation`.
+    Default: a training backend like the student's.
+    """
+    own_devices: bool = False
+    """Give it devices of its own; else it shares the student's, in turns."""
+    column: str = "teacher"
+    """Column that names each row's teacher, where there are several."""
+    prompt_column: str = "teacher_prompt"
+    """Column of a prompt, with hints or examples, that the teacher reads in place of the student's.
+    """
+
+    def __post_init__(self) -> None:
+        apart, models = self.engine is not None or self.own_devices, {*self.models.values()}
+        served = any(str(name).startswith("http") for name in models)
+        remedy = "the server has its own: remove it"
+        for given, name in ((self.engine, "engine"), (self.own_devices, "own_devices")):
+            require(not (given and served), f"teacher.{name}", "is not for a URL", given, remedy)
+        must = "must name a model for teacher.engine and teacher.own_devices"
+        student = bool(models & {LIVE, None})
+        require(not (student and apart), "teacher.model", must, self.model, "name its folder")
+
+    @property
+    def models(self) -> Mapping[str, str | None]:
+        """The teachers by name; a single one has none."""
+        return self.model if isinstance(self.model, Mapping) else {"": self.model}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTokens:
+    """Policy gradient with the advantage log π_teacher - log π of each sampled token."""
+
+    name: Literal["sampled"] = "sampled"
+    coef: float = 1.0
+    """Weight of these advantages beside those of rewards."""
+
+    def __post_init__(self) -> None:
+        at_least(0, distillation__coef=self.coef)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopTokens:
+    """Divergence of the two distributions at the teacher's likeliest tokens, or at all."""
+
+    name: Literal["top_k"] = "top_k"
+    top_k: int | None = 64
+    """How many of the teacher's likeliest tokens are compared at each place. None: all."""
+    direction: Literal["forward", "reverse", "mixed", "jensen_shannon"] = "reverse"
+    """forward: KL(teacher‖student), which covers all that the teacher says; reverse:
+    KL(student‖teacher), which avoids what it does not; mixed, jensen_shannon: between them.
+    """
+    mix: float = 0.5
+    """Share of forward in mixed; the teacher's weight in jensen_shannon."""
+    outside: Literal["rest_mass", "renormalize", "zero"] = "rest_mass"
+    """All other tokens: one more outcome; left out of both distributions; or impossible for the
+    teacher.
+    """
+    coef: float = 1.0
+    """Weight of the divergence beside the policy loss of rewards."""
+
+    def __post_init__(self) -> None:
+        at_least(1, distillation__top_k=self.top_k)
+        at_least(0, distillation__coef=self.coef)
+        inside = 0 < self.mix < 1 or (self.mix in (0, 1) and self.direction == "mixed")
+        require(inside, "distillation.mix", "must lie in 0 … 1", self.mix, "0.5 is the middle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(OnlineConfig):
+    """Distillation: a student learns a teacher's probabilities of the tokens of its responses."""
+
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    distillation: Annotated[SampledTokens | TopTokens, Field(discriminator="name")] = field(
+        default_factory=SampledTokens
+    )
+    responses: Literal["student", "data"] = "student"
+    """Whose responses the student learns on: its own, or those of data.train (as for sft)."""
+    reward_coef: float = 0.0
+    """Weight of the advantages of rewards. 0: rewards of rows with an answer are only measured."""
+    advantage: AdvantageConfig = field(default_factory=GroupAdvantage)
+    num_generations_per_prompt: int = 1
+    """Responses per prompt: the group size."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, reward_coef=self.reward_coef)
+        sampling = self.generation
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            given, must = getattr(sampling, name), "must be off, as the divergence is of all tokens"
+            require(given == off, f"generation.{name}", must, given, f"set it to {off}")
+        given, must = self.off_policy.proximal, "must be recompute for distill"
+        require(given == "recompute", "off_policy.proximal", must, given, "remove it")
+        if self.responses == "data":
+            must = "has no use with responses data, which samples nothing"
+            refuse_unused("", self, must, "remove it", names=SAMPLING)
+            fits, kind = isinstance(self.distillation, TopTokens), self.distillation.name
+            must, remedy = "must be top_k with responses data", "add --distillation top_k"
+            require(fits, "distillation", must, kind, remedy)
+        if self.reward_coef:
+            check_groups(self)
+
+    def generates(self, *, answers: bool) -> bool:
+        return self.responses == "student" or answers

@@ -21,7 +21,7 @@ from nemorl.models.hub import CONFIG, INDEX, check_supported, loading, read_conf
 
 Head = Literal["lm", "scalar"]
 """What a model has after its decoder: logits of the vocabulary, or one number per token."""
-SCORE = ["score.weight", "score.bias"]
+SCORE = ["score.weight"]
 """Names of a scalar head's parameters."""
 
 
@@ -38,8 +38,8 @@ def load_causal_lm(
 
     path: a folder or a hub name; of an adapter folder its base model with the adapters merged.
     from_scratch: random weights from `seed`, for the configuration alone.
-    head: scalar is transformers' AutoModelForTokenClassification with one label. If the folder has
-    no scalar head, its weights are `fresh_head`'s.
+    head: scalar is transformers' AutoModelForSequenceClassification with one label. If the folder
+    has no scalar head, its weights are `fresh_head`'s.
     """
     folder = Path(path)
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -74,8 +74,7 @@ def load_causal_lm(
                 raise ValueError(
                     f"its {key} is {list(found)}, where config.json wants {list(wanted)}"
                 )
-            if head == "lm":
-                refuse_scalar_head(report.get("unexpected_keys", ()))
+            refuse_other_head(report.get("unexpected_keys", ()), head)
             # transformers would fill them with random numbers, and only warn.
             warn_of_unused(report.get("unexpected_keys", ()))
             if missing := sorted(report["missing_keys"] - set(SCORE * lacks_head)):
@@ -90,9 +89,9 @@ def load_causal_lm(
 
 
 def model_class(head: Head) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    return AutoModelForTokenClassification if head == "scalar" else AutoModelForCausalLM
+    return AutoModelForSequenceClassification if head == "scalar" else AutoModelForCausalLM
 
 
 def from_config(config: Any, head: Head = "lm", **trust: Any) -> Any:
@@ -107,11 +106,11 @@ def from_config(config: Any, head: Head = "lm", **trust: Any) -> Any:
 
 
 def fresh_head(config: Any, *, seed: int) -> Mapping[str, torch.Tensor]:
-    """Return the initial parameters of a scalar head: normal, and a bias of 0."""
+    """Return the initial parameters of a scalar head, normally distributed."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(1, config.hidden_size, generator=generator)
     deviation = getattr(config, "initializer_range", 0.02)
-    return dict(zip(SCORE, (deviation * weight, torch.zeros(1)), strict=True))
+    return dict.fromkeys(SCORE, deviation * weight)
 
 
 def on_meta(source: Any, *, trust_remote_code: bool = False, head: Head = "lm") -> Any:
@@ -133,13 +132,12 @@ def check_files(model: Any, stored: Shapes, wanted: Shapes) -> set[str]:
 
     wanted: its tensors, as files have them.
 
-    Raises: ValueError for missing tensors, other shapes, and a scalar head of a language model.
+    Raises: ValueError for missing tensors, other shapes, and another head's weights.
     """
     unused = {*stored} - {*wanted} - {canonical(name) for name in model.state_dict()}
     report = SimpleNamespace(missing_keys=set(), unexpected_keys=unused)
     model._adjust_missing_and_unexpected_keys(report)
-    if not is_scalar(model):
-        refuse_scalar_head(report.unexpected_keys)
+    refuse_other_head(report.unexpected_keys, "scalar" if is_scalar(model) else "lm")
     wrong = []
     for name, shape in wanted.items():
         if (found := stored.get(name)) is None:
@@ -152,17 +150,16 @@ def check_files(model: Any, stored: Shapes, wanted: Shapes) -> set[str]:
 
 
 def warn_of_unused(unused: Iterable[str]) -> None:
-    if found := sorted({*unused} - {*SCORE}):
+    if found := sorted(unused):
         names = ", ".join(found[:3])
         warn(f"the model does not use {names} of its files ({len(found)} in all)")
 
 
-def refuse_scalar_head(unused: Iterable[str]) -> None:
-    """Raise ValueError where weights that a language model does not use are a scalar head's."""
-    if found := sorted({*unused} & {*SCORE}):
-        raise ValueError(
-            f"it is not a language model: its weights have a scalar head ({', '.join(found)})"
-        )
+def refuse_other_head(unused: Iterable[str], head: Head) -> None:
+    """Raise ValueError where weights that a model does not use are those of another head."""
+    if found := sorted({*unused} & {"score.weight", "score.bias"}):
+        kind = "a language model" if head == "lm" else "an AutoModelForSequenceClassification"
+        raise ValueError(f"it is not {kind}: its weights have {', '.join(found)}")
 
 
 @contextmanager
@@ -232,10 +229,12 @@ def head_of(model: Any) -> Any:
 
 def require_head(model: nn.Module, head: Head) -> None:
     """Raise ValueError unless a given model has this head."""
-    wanted = "AutoModelForTokenClassification with num_labels=1"
+    wanted = "AutoModelForSequenceClassification with num_labels=1"
     if head == "lm":
         wanted = "AutoModelForCausalLM"
-    fits, remedy = is_scalar(model) == (head == "scalar"), f"load it with transformers' {wanted}"
+    has_bias = getattr(getattr(model, "score", None), "bias", None) is not None
+    fits = is_scalar(model) == (head == "scalar") and not has_bias
+    remedy = f"load it with transformers' {wanted}"
     require(fits, "model", f"must have the head {head!r}", type(model).__name__, remedy)
 
 

@@ -331,8 +331,8 @@ class BackendConfig:
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
     head: Literal["lm", "scalar"] = "lm"
     """Last layer of the model: lm (log-probabilities of tokens), or scalar (a critic's value per
-    token): transformers' AutoModelForTokenClassification with one label. A scalar head that the
-    folder lacks is random, from `seed`.
+    token): transformers' AutoModelForSequenceClassification with one label. A scalar head that
+    the folder lacks is random, from `seed`.
     """
     trains: bool = True
     """Whether the model trains. One that does not, such as a teacher, has no optimizer and no

@@ -322,12 +322,11 @@ class RankInputs:
 def values_of(
     states: Float[Tensor, "tokens hidden"],
     weight: Float[Tensor, "1 hidden"],
-    bias: Float[Tensor, "1"],
 ) -> Float[Tensor, "tokens"]:
-    """Return states · weight + bias in float32 at least, also under autocast."""
+    """Return states · weight in float32 at least, also under autocast."""
     states = at_least_float32(states)
     with torch.autocast(states.device.type, enabled=False):
-        return nn.functional.linear(states, weight.to(states), bias.to(states))[:, 0]
+        return nn.functional.linear(states, weight.to(states))[:, 0]
 
 
 def planned(
@@ -370,7 +369,7 @@ def plain_outputs(model: Any, chunk: int) -> Outputs:
         states = hidden.flatten(0, 1).index_select(0, work.states)
         found: tuple[Tensor, ...]
         if needs.values:
-            found = (values_of(states, head.weight, head.bias),)
+            found = (values_of(states, head.weight),)
         else:
             inputs = HeadInputs.of(batch, work, chunk=chunk, needs=needs)
             scaled = logits.scaled(states)
@@ -415,7 +414,7 @@ def install_head(
         if tp_group is not None and sequence_parallel:
             hidden = all_gather_same(hidden, 1, tp_group)
         states = hidden.flatten(0, 1).index_select(0, inputs.states)
-        return (values_of(states, _local(self.weight), _local(self.bias)),)
+        return (values_of(states, _local(self.weight)),)
 
     def of_model(
         self: Any, *, input_ids: Tensor, position_ids: Tensor, head_inputs: HeadInputs, **rows: Any

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import nemorl
 from nemorl.losses.supervised import nll
@@ -126,8 +126,8 @@ def plain_values(model: Any, batch: nemorl.TokenBatch) -> Tensor:
     found = torch.zeros(batch.input_ids.shape)
     for row, length in enumerate(batch.lengths.tolist()):
         if length > 1:
-            logits = model(batch.input_ids[row : row + 1, :length], use_cache=False).logits
-            found[row, 1:length] = logits[0, :-1, 0]
+            hidden = model.model(batch.input_ids[row : row + 1, :length], use_cache=False)[0]
+            found[row, 1:length] = model.score(hidden)[0, :-1, 0]
     return found
 
 
@@ -192,7 +192,7 @@ def test_values_on_ranks_are_those_of_one_process(plan, tmp_path):
     alone = outcome(backend(path=folder, head="scalar"))
     for found in run_ranks(2, sharded_outcome, folder, plan):
         close(found, alone)
-    saved = AutoModelForTokenClassification.from_pretrained(exported(tmp_path / f"saved-{plan}"))
+    saved = AutoModelForSequenceClassification.from_pretrained(exported(tmp_path / f"saved-{plan}"))
     torch.testing.assert_close(dict(saved.named_parameters()), found["weights"], atol=0, rtol=0)
 
 
@@ -204,8 +204,8 @@ def test_a_checkpoint_of_a_critic_continues_and_loads_in_transformers(tmp_path):
     other = critic(tiny_critic(seed=3))
     other.load_checkpoint(tmp_path / "saved")
     assert outcome(other)["metrics"] == outcome(made)["metrics"]
-    again = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved").eval()
-    assert again.config.architectures == ["Qwen2ForTokenClassification"]
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    assert again.config.architectures == ["Qwen2ForSequenceClassification"]
     other.load_checkpoint(tmp_path / "saved")
     with torch.no_grad():
         expected = plain_values(again, batch)
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_a_critic_continues_and_loads_in_transformers(tmp_path):
 
 def test_a_critics_folder_is_no_language_model(tmp_path):
     tiny_critic().save_pretrained(tmp_path)
-    model, message = str(tmp_path), r"not a language model: .* head \(score.bias, score.weight"
+    model, message = str(tmp_path), "not a language model: its weights have score.weight"
     for load in (
         lambda: load_causal_lm(model),
         lambda: load_folder(on_meta(model), tmp_path, seed=0),
@@ -225,6 +225,22 @@ def test_a_critics_folder_is_no_language_model(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             load()
+
+
+def test_a_head_with_a_bias_is_an_error(tmp_path):
+    config = tiny_model().config
+    config.num_labels = 1
+    biased = AutoModelForTokenClassification.from_config(config)
+    biased.save_pretrained(tmp_path)
+    for load in (
+        lambda: load_causal_lm(str(tmp_path), head="scalar"),
+        lambda: load_folder(on_meta(str(tmp_path), head="scalar"), tmp_path, seed=0),
+    ):
+        with pytest.raises(ValueError, match=r"AutoModelForSequenceClassification: .* score.bias"):
+            load()
+    for head in ("lm", "scalar"):
+        with pytest.raises(ValueError, match=f"model must have the head {head!r}"):
+            backend(biased, head=head)
 
 
 def test_a_fresh_head_is_of_the_seed(tmp_path):

@@ -321,7 +321,7 @@ def other_setup(
             "model",
             "must be given for a scalar head where the policy's was, which has another head",
             None,
-            "name its folder, or give a loaded AutoModelForTokenClassification with num_labels=1",
+            "name its folder, or give a loaded AutoModelForSequenceClassification of one label",
         )
         require(
             live is None,

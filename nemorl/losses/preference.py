@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from nemorl.checks import require
+from nemorl.checks import at_least, require
 from nemorl.losses.types import (
     LossOutput,
     PerPair,
@@ -266,21 +266,33 @@ def bradley_terry(
     rejected_scores: PerPair,
     pair_weights: PerPair,
     margin: PerPair | None = None,
+    *,
+    centering: float = 0.0,
 ) -> LossOutput:
-    """Return a reward model's loss: ℓ = −log σ(score_c − score_r − margin).
+    """Return a reward model's loss: ℓ = −log σ(score_c − score_r − margin) + centering · (score_c +
+    score_r)².
 
-    `margin`: how much better the chosen answer is known to be; None = 0.
-    Source: Bradley & Terry 1952; Llama 2's margin; TRL RewardTrainer, NeMo RL `PreferenceLossFn`.
+    margin: how much better the chosen answer is known to be; None = 0. centering: at 0 the loss
+    doesn't change with a shift of all scores; above, it draws them to 0.
+
+    Metrics: the module's; `score_sum_square`, the mean of (score_c + score_r)².
+    Raises: ValueError unless centering ≥ 0.
+    Source: Bradley & Terry 1952; Llama 2's margin; Eisenstein et al. 2023; TRL RewardTrainer
+    `center_rewards_coefficient` (0.01 is usual), NeMo RL `PreferenceLossFn`.
 
     >>> one = torch.ones(1)
-    >>> round(bradley_terry(3 * one, one, one, one).loss.item(), 4)  # -log σ(1)
-    0.3133
+    >>> round(bradley_terry(3 * one, one, one, one, centering=0.5).loss.item(), 4)  # -log σ(1) + 8
+    8.3133
     """
+    at_least(0, centering=centering)
     chosen = _reward(chosen_scores, None, pair_weights)
     rejected = _reward(rejected_scores, None, pair_weights)
     required = 0.0 if margin is None else masked(pair_weights != 0, margin.detach())
-    losses = -logsigmoid(chosen - rejected - required)
-    return _of_pairs(losses, chosen, rejected, pair_weights)
+    square = (chosen + rejected).square()
+    losses = centering * square - logsigmoid(chosen - rejected - required)
+    output = _of_pairs(losses, chosen, rejected, pair_weights)
+    center = {"score_sum_square": mean_of(square, pair_weights != 0)}
+    return LossOutput(output.loss, {**output.metrics, **center})
 
 
 def _reward(policy: Tensor, reference: Tensor | None, weights: Tensor, beta: float = 1.0) -> Tensor:

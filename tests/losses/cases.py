@@ -353,7 +353,14 @@ def _preference_cases() -> list[Case]:
         Case("simpo", preference.simpo, alone, policies, margins, **of_pairs),
         Case("orpo", preference.orpo, alone, policies, **of_pairs),
         Case("kto", preference.kto, kto_inputs, ("policy_chosen",), kto_options, **of_pairs),
-        Case("bradley_terry", preference.bradley_terry, bradley_terry, scores, **of_pairs),
+        Case(
+            "bradley_terry",
+            preference.bradley_terry,
+            bradley_terry,
+            scores,
+            ({}, {"centering": 0.1}),
+            **of_pairs,
+        ),
         Case(
             "sequence_logprobs",
             sums,

@@ -118,8 +118,9 @@ class Processes:
         weakref.finalize(self, _end, self._idle, os.getpid())
 
     def run(self, calls: Sequence[Mapping[str, Any]]) -> Generator[Callable[[], Any]]:
-        """Yield a function for each call, in order, once it is done: it returns a number, an
-        `Other` or LATE, or raises the call's error. Calls that go on end with the iterator.
+        """Yield a function for each call, in order, once it is done: it returns a number or a list
+        of them, an `Other` or LATE, or raises the call's error. Calls that go on end with the
+        iterator.
         """
         futures = [Future[Any]() for _ in calls]
         waiting = deque(zip(futures, calls, strict=True))
@@ -202,6 +203,8 @@ def work(descriptor: int) -> None:
 def _answer(fn: Callable[..., Any], arguments: bytes) -> tuple[Any, BaseException | None]:
     try:
         value = fn(**pickle.loads(arguments))
+        if isinstance(value, list):
+            return [*map(as_number, value)], None
         number = as_number(value)
         return Other(short(value)) if isnan(number) else number, None
     except BaseException as error:

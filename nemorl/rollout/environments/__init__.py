@@ -19,6 +19,7 @@ from nemorl.rollout.environments.classes import ClassEnvironment, Workers, kind_
 from nemorl.rollout.environments.weighted import WeightedRewards
 from nemorl.rollout.episodes import LIMITS, ByRow, LeadsConversations, limits_read, named
 from nemorl.rollout.episodes import Environment as Environment
+from nemorl.rollout.reward_model import PREFIX, reward_model
 from nemorl.rollout.user_code import function_of
 
 Reward = str | Callable[..., Any] | EnvironmentInterface
@@ -194,6 +195,8 @@ def _one(reward: Any, name: str | None, settings: Mapping[str, Any]) -> Environm
         return reward
     if not isinstance(reward, str):
         return FunctionalRewardWrapper(reward, name=name, settings=settings)
+    if reward.startswith(PREFIX):
+        return _one(reward_model(reward.removeprefix(PREFIX)), name or reward, settings)
     if ":" in reward or reward.endswith(".py"):
         return _one(function_of(reward, "reward"), name, settings)
     require_known(reward, REWARDS, "reward", "reward")

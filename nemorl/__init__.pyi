@@ -98,6 +98,7 @@ from nemorl.runtime.config.offline import (
     IPOLoss as IPOLoss,
     KTOLoss as KTOLoss,
     ORPOLoss as ORPOLoss,
+    RMConfig as RMConfig,
     SFTConfig as SFTConfig,
     SimPOLoss as SimPOLoss,
 )

@@ -30,6 +30,7 @@ from tests.runtime.runs import (
     addition_rows,
     dpo_config,
     grpo_config,
+    rm_config,
     rows_file,
     saved_model,
     sft_config,
@@ -82,6 +83,9 @@ class Place:
     def dpo(self, **options: Any) -> Any:
         return self.config(dpo_config, **options)
 
+    def rm(self, **options: Any) -> Any:
+        return self.config(rm_config, **options)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -117,7 +121,7 @@ def run(
     )
 
 
-sft, grpo, dpo = (partial(run, make) for make in (Place.sft, Place.grpo, Place.dpo))
+sft, grpo, dpo, rm = (partial(run, make) for make in (Place.sft, Place.grpo, Place.dpo, Place.rm))
 
 
 def rows(message: str, given: Any, **data: Any) -> Case:
@@ -418,7 +422,23 @@ def messages(*contents: str) -> list[dict[str, str]]:
     return [{"role": role, "content": c} for role, c in zip(roles, contents, strict=False)]
 
 
+PAIR = {"prompt": "1", "chosen": "2", "rejected": "3"}
 DATA = [
+    *(
+        rm(
+            rf"row 2: margin must be a number, at least 0, in all rows .* is {margin!r}",
+            {"train": [{**PAIR, "margin": 1}, {**PAIR, "margin": margin}]},
+        )
+        for margin in (None, -1.5, "much")
+    ),
+    rm(r"centering must be at least 0, but it is -1", centering=-1),
+    rm(r"head must be lm with trainer\.backend \w+|megatron", trainer={"backend": "megatron"}),
+    rm(
+        r"trainer\.packed_row_tokens must hold the longest pair.*make it 66 or more",
+        trainer={"sequence_packing": True, "packed_row_tokens": 65},
+    ),
+    rm(r"lora\.rank must be off for a scalar head", {"train": [PAIR]}, lora={"rank": 2}),
+    rm(r"generation\.temperature can't be set for rm", generation={"temperature": 0.5}),
     dpo(
         r"row 1: label must be true or false, got 'maybe' \(data\.label_column",
         {"train": [{"prompt": "1", "response": "2", "label": "maybe"}]},

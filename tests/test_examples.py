@@ -26,6 +26,7 @@ BRIEFLY = {
     "custom_reward.py": ("2", "first_try/solved: "),
     "custom_training_backend.py": ("5", "from the start"),
     "puzzle.py": ("--steps 1", "2x2, of boards held out and others: solved [0."),
+    "reward_model.py": ("2", "score of the policy's numbers: "),
     "several_devices.py": ("2", "the trained model, whole again: runs/several_devices/run/hf"),
     "tools.py": ("--sft 4 --grpo 1", "held-out greedy accuracy: 0."),
 }
@@ -59,7 +60,12 @@ def test_each_example_is_run():
 
 
 @pytest.mark.slow_cases(
-    "custom_backend.py", "distill.py", "puzzle.py", "several_devices.py", "tools.py"
+    "custom_backend.py",
+    "distill.py",
+    "puzzle.py",
+    "reward_model.py",
+    "several_devices.py",
+    "tools.py",
 )
 @pytest.mark.parametrize("script", BRIEFLY)
 def test_it_runs(script: str, tmp_path: Path, monkeypatch, capsys):

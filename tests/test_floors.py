@@ -71,7 +71,7 @@ DistillTrainer EnvironmentInterface EnvironmentReturn Episode Failure Functional
 GRPOConfig GRPOTrainer GSPOLoss GapConfig GenerationBackend GenerationConfig GroupAdvantage
 HingeLoss IPOLoss Judge KLConfig KTOLoss LoRAConfig LoggedRun MetricLogger ModelConfig Needs
 ORPOLoss OffPolicyConfig OptimSettings OptimizerConfig Outcome OverlongConfig ParallelPlan Policy
-ProfileConfig RayVirtualCluster RayWorkerGroup ReceiptsConfig ReinforceLoss
+ProfileConfig RMConfig RayVirtualCluster RayWorkerGroup ReceiptsConfig ReinforceLoss
 ReinforcePlusPlusAdvantage RewardServer RolloutConfig Run RunConfig RunView RuntimeConfig SFTConfig
 SFTTrainer SampledTokens SamplingParams Scores SimPOLoss Step StopTraining TeacherConfig TokenBatch
 TopTokens TrainResult TrainerConfig TrainingBackend Turn TurnResult __version__ at_version cli data

@@ -16,6 +16,7 @@ WHOLE_PATHS = {
     "tests/runtime/algorithms/test_dpo.py::test_it_learns_what_is_preferred[dpo]",
     "tests/runtime/algorithms/test_dpo.py::test_it_learns_what_is_preferred[kto]",
     "tests/runtime/algorithms/test_distill.py::test_the_student_comes_near_its_teacher[0-top_k]",
+    "tests/runtime/algorithms/test_rm.py::test_it_learns_what_is_preferred[0]",
     "tests/runtime/algorithms/test_turns.py::"
     "test_segments_of_a_conversation_are_compared_together_and_computed_apart",
     "tests/runtime/run/test_asynchrony.py::"

@@ -116,6 +116,7 @@ def load_rows(
     messages_column: str = "messages",
     chosen_column: str = "chosen",
     rejected_column: str = "rejected",
+    margin_column: str = "margin",
     label_column: str = "label",
     environment_column: str = "environment",
     prompt_template: str | None = None,
@@ -160,6 +161,7 @@ def load_rows(
         messages_column=messages_column,
         chosen_column=chosen_column,
         rejected_column=rejected_column,
+        margin_column=margin_column,
         label_column=label_column,
         environment_column=environment_column,
     )

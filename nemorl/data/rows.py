@@ -104,7 +104,10 @@ RowLike = TypeVar("RowLike", bound=Mapping[str, Any])
 
 ENVIRONMENT = "environment"
 """The column that chooses a row's environment and reward, where they have names."""
-COLUMNS = ("prompt", "response", "answer", "messages", "chosen", "rejected", "label", ENVIRONMENT)
+COLUMNS = (
+    *("prompt", "response", "answer", "messages", "chosen", "rejected", "margin", "label"),
+    ENVIRONMENT,
+)
 """What the library reads; a source may have other names (`prompt_column`, ...)."""
 
 

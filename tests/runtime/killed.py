@@ -31,6 +31,7 @@ from tests.runtime.runs import (
     numbers,
     opened,
     preference_rows,
+    rm_config,
     sft_config,
     start,
 )
@@ -209,7 +210,13 @@ def main(settings: dict[str, Any]) -> None:
     if algorithm == "talk":
         talk(folder, steps=steps, seed=settings.get("seed"))
         return
-    makes = {"grpo": grpo_config, "sft": sft_config, "dpo": dpo_config, "distill": distill_config}
+    makes = {
+        "grpo": grpo_config,
+        "sft": sft_config,
+        "dpo": dpo_config,
+        "distill": distill_config,
+        "rm": rm_config,
+    }
     make = makes[algorithm]
     for name, section in (("kl", nemorl.KLConfig), ("lora", nemorl.LoRAConfig)):
         if name in options:
@@ -217,8 +224,9 @@ def main(settings: dict[str, Any]) -> None:
     if "data" in options:
         options["data"] = nemorl.DataConfig(max_total_sequence_length=32, **options["data"])
     validation = addition_rows(8)
-    if algorithm == "dpo":
+    if algorithm in ("dpo", "rm"):
         validation = preference_rows(8, seed=1)
+    if algorithm == "dpo":
         options["loss"] = from_dict(nemorl.DPOConfig, {"loss": options.get("loss", "dpo")}).loss
     options["trainer"] = nemorl.TrainerConfig(device=settings.get("device", "cpu"))
     run = {"save_period": 2, "resume": settings.get("resume", False), "val_period": 3}

@@ -18,7 +18,7 @@ from nemorl.rollout.collect import Rollouts
 from nemorl.rollout.conversation import Conversation, Outcome, Turn
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.store.directory import RunDirectory
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_critic, tiny_model, tiny_tokenizer
 
 TRAINER = nemorl.TrainerConfig(device="cpu")
 TIMES = (
@@ -110,6 +110,7 @@ grpo_config = partial(small_config, nemorl.GRPOConfig, SAMPLED | GROUPS)
 sft_config = partial(small_config, nemorl.SFTConfig, SAMPLED | BATCH)
 dpo_config = partial(small_config, nemorl.DPOConfig, BATCH)
 distill_config = partial(small_config, nemorl.DistillConfig, SAMPLED | {"num_prompts_per_step": 12})
+rm_config = partial(small_config, nemorl.RMConfig, BATCH)
 
 
 LOSS = nemorl.policy_loss(policy.clipped, off_policy={})
@@ -198,10 +199,12 @@ def start(
     **model: Any,
 ) -> nemorl.TrainResult:
     """A run of a tiny model (or a given one) on additions, or on preferences among digits."""
-    of_pairs = isinstance(config, nemorl.DPOConfig)
+    scored = isinstance(config, nemorl.RMConfig)
+    of_pairs = scored or isinstance(config, nemorl.DPOConfig)
+    make = tiny_critic if scored else tiny_model
     return nemorl.run(
         config,
-        model=given or tiny_model(**{"scale": 2.0, **model}),
+        model=given or make(**{"scale": 2.0, **model}),
         tokenizer=tiny_tokenizer(),
         train=rows or (preference_rows() if of_pairs else addition_rows()),
         validation=validation,

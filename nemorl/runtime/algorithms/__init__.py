@@ -1,4 +1,5 @@
-"""The training algorithms: a loop over an open run for each of SFT, GRPO and DPO, and its loss.
+"""The training algorithms: a loop over an open run for each of SFT, GRPO, DPO and reward models,
+and its loss.
 
-Others use `sft`, `grpo` and `dpo`, and `policy_loss`.
+Others use `sft`, `grpo`, `dpo` and `rm`, and `policy_loss`.
 """

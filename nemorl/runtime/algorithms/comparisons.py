@@ -61,13 +61,7 @@ def comparisons(
     paired = not single or (in_pairs and all(row.get("label") is None for row in rows))
     if paired:
         what = "responses" if single else "pairs"
-        pairs, kept, lengths = within_limit(
-            what, config, pair_rows(rows), to_pairs(rows, tokenizer)
-        )
-        alike = sum(pair.chosen.input_ids == pair.rejected.input_ids for pair in pairs)
-        if alike:
-            warn(f"{alike} of {len(pairs)} pairs have the same response on both sides: remove them")
-        found: list[Together] = [(pair.chosen, pair.rejected) for pair in pairs]
+        found, kept, lengths = pairs_of(config, rows, tokenizer, what=what)
         if single:  # a row each, because the limits on a row's size are for one response
             halves = ((with_label(a, True), with_label(b, False)) for a, b in found)
             found = [(half,) for pair in halves for half in pair]
@@ -83,6 +77,17 @@ def comparisons(
         others = [(other,) for other in mismatched(examples, max_length=limit, seed=seed)]
     lengths = replace(lengths, tokens=[example.num_tokens for example in examples])
     return Comparisons(rows=found, mismatched=others, in_pairs=paired), kept, lengths
+
+
+def pairs_of(
+    config: BaseConfig, rows: Sequence[Any], tokenizer: Any, *, what: str = "pairs"
+) -> tuple[list[Together], Sequence[Any], Lengths]:
+    """Return pairs, (chosen, rejected), as tokens, the row of each, and the lengths of `what`."""
+    pairs, kept, lengths = within_limit(what, config, pair_rows(rows), to_pairs(rows, tokenizer))
+    alike = sum(pair.chosen.input_ids == pair.rejected.input_ids for pair in pairs)
+    if alike:
+        warn(f"{alike} of {len(pairs)} pairs have the same response on both sides: remove them")
+    return [(pair.chosen, pair.rejected) for pair in pairs], kept, lengths
 
 
 def with_label(example: Example, desirable: bool) -> Example:

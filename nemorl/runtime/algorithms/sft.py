@@ -82,8 +82,8 @@ def validation_loss(trainer: TrainingBackend, examples: Sequence[Example], *, ro
 
 
 def in_chunks(
-    compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch, *, rows: int
+    compute: Callable[[TokenBatch], Logprobs | ForwardOutput], batch: TokenBatch, *, rows: int
 ) -> Float[Tensor, "batch seq"]:
-    """Return logprobs of a batch, computed `rows` rows at a time."""
+    """Return logprobs or values of a batch, computed `rows` rows at a time."""
     plan = split_microbatches(batch, rows=rows)
     return merge([compute(part).values for part in split(batch, plan)], plan)

@@ -277,9 +277,11 @@ class DataConfig:
     messages_column: str = "messages"
     """Column of whole conversations, used for rows that have it (SFT)."""
     chosen_column: str = "chosen"
-    """Column of the better answer of a pair (DPO)."""
+    """Column of the better answer of a pair (DPO, reward models)."""
     rejected_column: str = "rejected"
-    """Column of the worse answer of a pair (DPO)."""
+    """Column of the worse answer of a pair (DPO, reward models)."""
+    margin_column: str = "margin"
+    """Column of the difference by which a pair's scores should differ at least (reward models)."""
     label_column: str = "label"
     """Column that labels a single answer as desirable, true or false (KTO)."""
     environment_column: str = "environment"
@@ -338,10 +340,10 @@ class RewardConfig:
 
     reward: str | tuple[str, ...] | dict[str, str | tuple[str, ...]] = "exact_match"
     """Rewards: exact_match, contains_answer, last_number, math, choice, think_format, code,
-    ifeval, reasoning_gym, or of your own module:function or ./file.py:function,
-    fn(prompt, response), with any data columns as further parameters. exact_match gives way to the
-    reward of a known data set. Several are added up; a mapping has one for each name in the rows'
-    column `environment`.
+    ifeval, reasoning_gym, rm:FOLDER (a reward model), or of your own module:function or
+    ./file.py:function, fn(prompt, response), with any data columns as further parameters.
+    exact_match gives way to the reward of a known data set. Several are added up; a mapping has one
+    for each name in the rows' column `environment`.
     """
     reward_weights: tuple[float, ...] | dict[str, tuple[float, ...]] = ()
     """Weight of each of several rewards (by name, where reward is a mapping). Default: 1."""
@@ -410,6 +412,11 @@ class BaseConfig:
     def updates_per_step(self) -> int:
         """Optimizer steps in each step."""
         return 1
+
+    @property
+    def head(self) -> Literal["lm", "scalar"]:
+        """Last layer of the policy, as `BackendConfig.head`."""
+        return "lm"
 
     def generates(self, *, answers: bool) -> bool:
         """Return whether a run samples; answers: whether the rows to validate on have one."""

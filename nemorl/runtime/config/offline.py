@@ -1,4 +1,4 @@
-"""The settings of training on rows that are there: SFT, and DPO with its relatives."""
+"""The settings of training on rows that are there: SFT, DPO with its relatives, reward models."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -52,6 +52,11 @@ class SFTConfig(RewardConfig, OfflineConfig):
     def generates(self, *, answers: bool) -> bool:
         """Return whether there are questions to validate on."""
         return answers
+
+
+def _refuse_generation(config: OfflineConfig, name: str) -> None:
+    must = f"can't be set for {name}, which samples nothing"
+    refuse_unused("generation", config.generation, must, "remove it")
 
 
 def _check_beta(beta: float) -> None:
@@ -212,12 +217,7 @@ class DPOConfig(OfflineConfig):
             self.reference,
             "remove it",
         )
-        refuse_unused(
-            "generation",
-            self.generation,
-            "can't be set for dpo, which samples nothing",
-            "remove it",
-        )
+        _refuse_generation(self, "dpo")
 
     @property
     def longest_row(self) -> int:
@@ -235,3 +235,29 @@ class DPOConfig(OfflineConfig):
         if self.sft_coef is not None:
             return self.sft_coef
         return 1.0 if isinstance(self.loss, ORPOLoss) else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMConfig(OfflineConfig):
+    """Reward models: a score for each response, learned from preferences (Bradley-Terry)."""
+
+    centering: float = 0.01
+    """Coefficient of (chosen + rejected score)², which draws scores to 0 (κ; TRL's
+    center_rewards_coefficient).
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, centering=self.centering)
+        self.require_room(self.longest_row, "the longest pair, which stays together")
+        _refuse_generation(self, "rm")
+
+    @property
+    def head(self) -> Literal["lm", "scalar"]:
+        """A score in place of tokens' probabilities."""
+        return "scalar"
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest pair, with one after each response for its score."""
+        return 2 * (super().longest_row + 1)

@@ -134,6 +134,7 @@ class Backends:
         keep = keeps_reference(config)
         setup = replace(
             base_setup(self, num_updates),
+            head=config.head,
             lora=config.lora,
             profile=profile_config(launch, num_updates=num_updates),
             keep_reference=keep,
@@ -142,6 +143,7 @@ class Backends:
         trainer = self.ranks or get_training_backend(config.trainer.backend, launch.model)
         offloads = bool(config.trainer.offload_during_generation)
         needs = {
+            "compute": ("a scalar head, whose values it returns", config.head == "scalar"),
             "offload": ("trainer.offload_during_generation", offloads),
             "get_reference_logprobs": ("the reference model", keep),
             "wait_for_checkpoint": ("run.async_save", config.run.async_save),

@@ -9,16 +9,18 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemorl.checks import checked_by, closest, has_own, require
+from nemorl.models.hub import model_folder
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import TrainingTraits
 from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_known
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationTraits, Machine
+from nemorl.rollout.reward_model import PREFIX
 from nemorl.rollout.user_code import check_function
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.distill import DistillConfig
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.offline import DPOConfig, SFTConfig
+from nemorl.runtime.config.offline import DPOConfig, RMConfig, SFTConfig
 from nemorl.runtime.config.tree import add_own, texts_in
 from nemorl.runtime.engines import spec as engines
 
@@ -46,6 +48,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(GRPOConfig, "nemorl.runtime.algorithms.grpo:grpo"),
     "dpo": Algorithm(DPOConfig, "nemorl.runtime.algorithms.dpo:dpo"),
     "distill": Algorithm(DistillConfig, "nemorl.runtime.algorithms.distill:distill"),
+    "rm": Algorithm(RMConfig, "nemorl.runtime.algorithms.rm:rm"),
 }
 TRAINING_BACKENDS: dict[str, str | type] = {
     "dtensor": "nemorl.parallel.dtensor.backend:DTensorBackend",
@@ -263,7 +266,9 @@ def require_names(config: object) -> None:
     for reward in texts_in(getattr(config, "reward", ())):
         if not reward.startswith(GIVEN):
             require_known(reward, REWARDS, "reward", "reward")
-            if reward not in REWARDS:
+            if reward.startswith(PREFIX):
+                model_folder(reward.removeprefix(PREFIX))
+            elif reward not in REWARDS:
                 check_function(reward, "reward")
     for environment in texts_in(getattr(getattr(config, "rollout", None), "environment", None)):
         if not environment.startswith(GIVEN):

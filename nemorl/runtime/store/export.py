@@ -35,6 +35,7 @@ def write_pretrained(
         for part in parts:
             if part is not None:
                 part.save_pretrained(aside)
+        _set_padding(aside, tokenizer)
 
 
 def write_checkpoint(
@@ -105,6 +106,16 @@ def _copy_model(directory: Path, saved: Path, tokenizer: Any) -> None:
         for file in saved.glob("*config.json"):
             shutil.copy(file, aside)
         tokenizer.save_pretrained(aside)
+        _set_padding(aside, tokenizer)
+
+
+def _set_padding(folder: Path, tokenizer: Any) -> None:
+    """Have transformers score the last token of a sequence classifier's unpadded input."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if "ForSequenceClassification" in str(values.get("architectures")):
+        values["pad_token_id"] = tokenizer.pad_token_id
+        file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextmanager

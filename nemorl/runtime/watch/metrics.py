@@ -36,8 +36,11 @@ SECTIONS = {
         ),
         "loss": Metric("Loss", "the loss that is minimized", "loss"),
         "margin": Metric("Margin", "reward of chosen minus rejected", "margin"),
-        "chosen_reward": Metric("Implicit reward of chosen"),
-        "rejected_reward": Metric("Implicit reward of rejected"),
+        "chosen_reward": Metric("Reward of chosen", "of a policy the implicit one"),
+        "rejected_reward": Metric("Reward of rejected", "of a policy the implicit one"),
+        "calibration_error": Metric(
+            "Calibration error", "distance of predicted from right share of pairs"
+        ),
         "nll": Metric("Negative log-likelihood", "nats per token"),
         "token_probability": Metric("Token probability", "mean of the demonstrations' tokens"),
         "reward/": Metric("", "one part of the reward"),

@@ -339,6 +339,7 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         colors=VARIABLES,
         headline=[by_name[name] for name in shown if name in by_name],
         failures=failures(runs[0]),
+        calibration=calibration(runs[0]),
         tests=paired_tests(runs),
         groups=grouped(curves),
         modes=_modes(*runs),
@@ -364,7 +365,7 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
     """Return the course of every metric, in the order of `SECTIONS`."""
     lines = [line for run in runs for line in run.metrics]
     names = {name for line in lines for name, value in line.items() if is_number(value)}
-    names -= {"step", "time"}
+    names -= {"step", "time", *(name for name in names if name.startswith("calibration/"))}
 
     def section_of(name: str) -> str:
         return "Updates" if name == "loss" and "reward" in names else placed(name)[0]
@@ -496,6 +497,16 @@ def failures(run: Gathered) -> list[dict[str, Any]]:
                 row = found.setdefault(kind, none)
                 row |= {"count": row["count"] + value, "last": step}
     return sorted(found.values(), key=lambda row: -row["count"])
+
+
+def calibration(run: Gathered) -> list[dict[str, Any]]:
+    """Return the last validation's pairs by their predicted probability."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in [line for line in run.metrics if "calibration_error" in line][-1:]:
+        for name in [name for name in line if name.startswith("calibration/")]:
+            _, low, key = name.split("/")
+            found.setdefault(low, {"low": float(low)})[key] = line[name]
+    return [*found.values()]
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

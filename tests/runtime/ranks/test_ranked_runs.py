@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import nemorl
 from nemorl.runtime.cli import main as cli
@@ -67,8 +67,9 @@ COMMANDS = {
         "0.02",
     ],
     "dpo": ["dpo", *COMMON, "--train-global-batch-size", "16", "--optimizer.lr", "1e-3"],
+    "rm": ["rm", *COMMON, "--train-global-batch-size", "16", "--optimizer.lr", "1e-3"],
 }
-ROWS = {"dpo": "pairs.jsonl"}
+ROWS = {"dpo": "pairs.jsonl", "rm": "pairs.jsonl"}
 """What an algorithm trains on where it is not rows.jsonl."""
 
 
@@ -127,8 +128,9 @@ def assert_as_in_one_process(algorithm: str, place: Path, folder: Path) -> None:
             for run in (alone, folder)
         ]
         assert told[0] == told[1]
+    kind = AutoModelForSequenceClassification if algorithm == "rm" else AutoModelForCausalLM
     trained, whole = (
-        AutoModelForCausalLM.from_pretrained(run / "hf")(torch.arange(2, 40)[None]).logits
+        kind.from_pretrained(run / "hf")(torch.arange(2, 40)[None]).logits
         for run in (folder, alone)
     )
     # Adam makes full steps of gradients that are but rounding.
@@ -263,6 +265,14 @@ def test_megatron_gives_the_numbers_of_one_process(
     flags = f"--trainer.backend megatron --trainer.micro-batch-tokens 128 {plan}"
     assert cli.main(arguments(algorithm, place, tmp_path, *flags.split())) == 0
     assert_as_in_one_process(algorithm, place, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["tp", "dp-shard", "cp"])
+def test_a_reward_model_on_two_ranks_is_that_of_one(plan: str, place: Path, tmp_path: Path):
+    flags = f"--parallel.{plan} 2 --trainer.sequence-packing".split()
+    assert cli.main(arguments("rm", place, tmp_path, *flags)) == 0
+    assert_as_in_one_process("rm", place, tmp_path)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"train_global_batch_size": 4, "num_updates_per_batch": 2},
     },
     "kto": {"algorithm": "dpo", "options": {"loss": "kto", "reference": "precomputed"}},
+    "rm": {"algorithm": "rm"},
     "sft with adapters and dropout in them": {
         "algorithm": "sft",
         "options": {"lora": {"rank": 2, "dropout": 0.3}},

@@ -432,7 +432,6 @@ DATA = [
         for margin in (None, -1.5, "much")
     ),
     rm(r"centering must be at least 0, but it is -1", centering=-1),
-    rm(r"head must be lm with trainer\.backend \w+|megatron", trainer={"backend": "megatron"}),
     rm(
         r"trainer\.packed_row_tokens must hold the longest pair.*make it 66 or more",
         trainer={"sequence_packing": True, "packed_row_tokens": 65},

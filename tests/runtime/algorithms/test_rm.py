@@ -165,7 +165,7 @@ def test_transformers_scores_what_was_trained(tmp_path: Path, special: str, agai
     """Alone and in a batch, padded at either side, by the tokenizer of the export."""
     folder, rows = tmp_path / "run", preference_rows(8)
     config = rm_config(folder, steps=2, run={"export": True, "samples_per_step": 8})
-    model = saved_model(tmp_path / "model")
+    model = saved_model(tmp_path / "model", pad_token_id=1)  # what ends a response
     config = replace(config, model=nemorl.ModelConfig(path=str(model)))
     nemorl.run(config, tokenizer=TOKENIZERS[special](), train=rows, validation=rows)
     if again:

@@ -228,7 +228,7 @@ def head_of(model: Any) -> Any:
 
 
 def require_head(model: nn.Module, head: Head) -> None:
-    """Raise ValueError unless a given model has this head."""
+    """Raise ValueError unless a given model has this head; name its class in its configuration."""
     wanted = "AutoModelForSequenceClassification with num_labels=1"
     if head == "lm":
         wanted = "AutoModelForCausalLM"
@@ -236,6 +236,8 @@ def require_head(model: nn.Module, head: Head) -> None:
     fits = is_scalar(model) == (head == "scalar") and not has_bias
     remedy = f"load it with transformers' {wanted}"
     require(fits, "model", f"must have the head {head!r}", type(model).__name__, remedy)
+    if head == "scalar":  # transformers does so where it saves a model
+        model.config.architectures = [type(model).__name__]  # type: ignore[union-attr]
 
 
 def head_weight(model: nn.Module) -> torch.Tensor:

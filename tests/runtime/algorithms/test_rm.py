@@ -190,6 +190,16 @@ def test_transformers_scores_what_was_trained(tmp_path: Path, special: str, agai
         torch.testing.assert_close(found[:, 0], expected, atol=1e-5, rtol=1e-5)
 
 
+def test_the_export_of_a_given_model_pads_as_its_tokenizer(tmp_path: Path):
+    config = tiny_critic(pad_token_id=1).config
+    config.architectures = None
+    start(
+        rm_config(tmp_path / "run", steps=1, run={"export": True}),
+        given=AutoModelForSequenceClassification.from_config(config),
+    )
+    assert json.loads((tmp_path / "run/hf/config.json").read_text())["pad_token_id"] == 0
+
+
 def test_without_a_token_for_padding_it_does_not_begin(tmp_path: Path):
     with pytest.raises(ValueError, match=r"must have a special token that ends no sequence.*<eos>"):
         nemorl.run(

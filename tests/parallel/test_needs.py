@@ -15,11 +15,12 @@ from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput, finalize
 from nemorl.losses.value import value_loss
 from nemorl.models.causal_lm import load_causal_lm, on_meta
+from nemorl.models.tensor_files import as_stored, stored_names
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import BackendConfig, ModelConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.build import load_folder
-from nemorl.parallel.megatron.backend import source_of
+from nemorl.parallel.megatron.backend import MegatronBackend, source_of
 from tests.parallel.batches import ATOL, DEVICE, LAYOUTS, LENGTHS, nll_loss, random_batch
 from tests.parallel.saved import exported
 from tests.parallel.ways import set_up, weights
@@ -146,6 +147,10 @@ def test_values_are_those_of_each_sequence_alone(kind, layout):
         found.token_logprobs  # noqa: B018
 
 
+def stored(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(as_stored(tensors.items(), stored_names(model)))
+
+
 def outcome(made: DTensorBackend) -> dict[str, Any]:
     batch, wanted = random_batch(LENGTHS), nemorl.Needs(values=True)
     found = {"before": made.compute(batch, wanted).values}
@@ -154,7 +159,7 @@ def outcome(made: DTensorBackend) -> dict[str, Any]:
         **found,
         "after": made.compute(batch, wanted).values,
         "metrics": [{k: step[k] for k in ("loss", "grad_norm", "value_mean")} for step in metrics],
-        "weights": weights(made),
+        "weights": stored(made.model, weights(made)),
     }
 
 
@@ -172,28 +177,49 @@ def test_training_values_does_not_depend_on_the_layout():
         close(outcome(critic(trainer=LAYOUTS[layout])), expected)
 
 
-def sharded_outcome(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    made = backend(path=folder, plan=plan, head="scalar")
+def sharded_outcome(folder: Path, kind: type, plan: dict, trainer: dict) -> dict[str, Any]:
+    made = backend(path=folder, trainer=trainer, plan=plan, make=kind, head="scalar")
     found = outcome(made)
-    made.save_checkpoint(folder.with_name(f"saved-{plan}"))
+    made.save_checkpoint(folder.with_name("saved"))
     made.shutdown()
     return found
 
 
+DP, TP, CP, PP = ({"dp_shard": 1, name: 2} for name in ("dp_shard", "tp", "cp", "pp"))
+NO_SP = {**TP, "sequence_parallel": False}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+RANKS = {
+    **{f"FSDP2 {plan}": (DTensorBackend, plan) for plan in (DP, TP, NO_SP, CP)},
+    **{
+        f"megatron {plan}": (MegatronBackend, plan)
+        for plan in (
+            *(TP, NO_SP, CP, {**CP, "cp_method": "allgather"}),
+            *(PP, {**PP, "vpp": 2}, {**DP, **OVERLAP}, {**DP, "ep": 2}, {**TP, "ep": 2}),
+        )
+    },
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    [{"dp_shard": 2}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}],
-    ids=str,
-)
-def test_values_on_ranks_are_those_of_one_process(plan, tmp_path):
-    folder = tmp_path / "model"
-    tiny_model(scale=2.0, tied=False).save_pretrained(folder)
-    alone = outcome(backend(path=folder, head="scalar"))
-    for found in run_ranks(2, sharded_outcome, folder, plan):
+@pytest.mark.parametrize("way", RANKS)
+def test_values_on_ranks_are_those_of_one_process(way, tmp_path):
+    (kind, plan), folder = RANKS[way], tmp_path / "model"
+    experts, packed = "ep" in plan, kind is MegatronBackend
+    trainer = {"router_aux_loss_coef": 0.1} if experts else {}
+    options = {"tied": "pp" in plan, "num_hidden_layers": 4}
+    tiny_model("mixtral" if experts else "qwen2", scale=2.0, **options).save_pretrained(folder)
+    one, other = (backend(path=folder, trainer=trainer, head="scalar") for _ in range(2))
+    trainer |= {"sequence_packing": packed}
+    alone = outcome(one)
+    for found in run_ranks(2, sharded_outcome, folder, kind, plan, trainer):
         close(found, alone)
-    saved = AutoModelForSequenceClassification.from_pretrained(exported(tmp_path / f"saved-{plan}"))
-    torch.testing.assert_close(dict(saved.named_parameters()), found["weights"], atol=0, rtol=0)
+    other.load_checkpoint(tmp_path / "saved")
+    for made in (one, other):
+        made.train_step(random_batch(LENGTHS), regression)
+    torch.testing.assert_close(weights(one), weights(other), atol=2e-4, rtol=0)
+    saved = AutoModelForSequenceClassification.from_pretrained(exported(tmp_path / "saved"))
+    named = stored(saved, dict(saved.named_parameters()))
+    torch.testing.assert_close(named, found["weights"], atol=0, rtol=0)
 
 
 def test_a_checkpoint_of_a_critic_continues_and_loads_in_transformers(tmp_path):
@@ -244,10 +270,15 @@ def test_a_head_with_a_bias_is_an_error(tmp_path):
 
 
 def test_a_fresh_head_is_of_the_seed(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
+    model = str(tmp_path / "model")
+    tiny_model().save_pretrained(model)
 
     def weight(seed: int) -> Tensor:
-        return load_causal_lm(str(tmp_path / "model"), head="scalar", seed=seed).score.weight
+        found = load_causal_lm(model, head="scalar", seed=seed).score.weight
+        config = BackendConfig(model=ModelConfig(path=model), head="scalar", seed=seed)
+        read = source_of(config, None).read("score.weight", (0, 0), tuple(found.shape))
+        assert torch.equal(read, found)
+        return found
 
     assert torch.equal(weight(1), weight(1)) and not torch.equal(weight(1), weight(2))
     assert weight(1).any()

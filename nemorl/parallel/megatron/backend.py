@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nemorl.checks import require
 from nemorl.losses.types import Mean, Metrics, Needs, merge
 from nemorl.models.adapters import live_tensors
-from nemorl.models.causal_lm import check_files, warn_of_unused
+from nemorl.models.causal_lm import check_files, fresh_head, is_scalar, warn_of_unused
 from nemorl.models.hub import loading, weight_files
 from nemorl.models.tensor_files import TensorFiles, as_stored, sampled, stored_names
 from nemorl.parallel.accumulation import Accumulating, outline_of, storage_of
@@ -114,7 +114,7 @@ class MegatronBackend(Accumulating):
     def _gradients(self, layout: Layout, loss_fn: LossFn, needs: Needs) -> tuple[Metrics, Tensor]:
         coef, pull = require_one_batch(self.config.trainer, self._batches), None
         if coef:
-            load = self._pipeline.load(self._stages, layout)
+            load = self._pipeline.load(self._stages, layout, needs)
             count = layout.rows.num_tokens * self.model.config.num_hidden_layers
             balance, pull = load.loss(count), load.pull(count, coef=coef)
         self._stages.train()
@@ -267,7 +267,9 @@ class Source:
 
 
 def source_of(config: BackendConfig, given: Any) -> Source:
-    """Return where weights come from: safetensors, or a whole model."""
+    """Return where weights come from: safetensors, with a fresh scalar head where they lack one, or
+    a whole model.
+    """
     model, given, folder = outline_of(config, given)
     stored = stored_names(model)
 
@@ -281,8 +283,15 @@ def source_of(config: BackendConfig, given: Any) -> Source:
     assert folder is not None
     with loading(str(folder)):
         files = TensorFiles(weight_files(folder))
-        found = source(read=files.read)
-        return replace(found, unused=check_files(model, files.shapes, found.shapes))
+        head = fresh_head(model.config, seed=config.seed) if is_scalar(model) else {}
+        fresh = {name: head[name] for name in head.keys() - files.shapes.keys()}
+
+        def read(name: str, *box: tuple[int, ...]) -> Tensor:
+            return _box(fresh, name, *box) if name in fresh else files.read(name, *box)
+
+        found = source(read=read)
+        shapes = files.shapes | {name: found.shapes[name] for name in fresh}
+        return replace(found, unused=check_files(model, shapes, found.shapes))
 
 
 def _box(

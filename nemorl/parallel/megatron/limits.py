@@ -119,6 +119,7 @@ traits = TrainingTraits(
     experts=("parallel.ep", "router_replay", "router_aux_loss_coef"),
     repeats_kv_heads=True,
     shards="optimizer",
+    heads=("lm", "scalar"),
     adapters=False,
     generates=True,
 )

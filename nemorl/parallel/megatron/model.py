@@ -15,13 +15,14 @@ from torch.nn import functional
 
 from nemorl.accelerator import is_accelerator
 from nemorl.models.attention import Rule
+from nemorl.models.causal_lm import is_scalar
 from nemorl.parallel.attention import ContextState, Segments, context_attention, segment_attention
 from nemorl.parallel.megatron import core
 from nemorl.parallel.megatron.limits import FAMILIES, without_rope
 from nemorl.parallel.megatron.routing import Routes, follow_rows
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.tokens import HeadInputs
-from nemorl.parallel.world import DTYPES, World, all_gather, sum_backward
+from nemorl.parallel.tokens import HeadInputs, values_of
+from nemorl.parallel.world import DTYPES, World, all_gather, all_gather_same, sum_backward
 from nemorl.rollout.decoding import Pass, cached_attention
 
 ACTIVATIONS = {
@@ -124,7 +125,7 @@ class Router(core.TopKRouter):
 
 class Stage(core.GPTModel):
     """A pipeline stage: from token ids, or what the stage before it sent, to hidden states, and on
-    the last stage to log-probabilities.
+    the last stage to log-probabilities or values.
     """
 
     def __init__(self, model: Any, world: World, part: int = 0) -> None:
@@ -152,6 +153,7 @@ class Stage(core.GPTModel):
             parts["submodules"].router = Router
         counts = [len(stage) for stage in world.plan.stages.layers(config.num_layers)]
         first = sum(counts[world.stage(earlier)] for earlier in range(part))
+        scalar = is_scalar(model)
         with world.device:  # for routers, which megatron-core would leave on the CPU
             super().__init__(
                 config=config,
@@ -162,10 +164,14 @@ class Stage(core.GPTModel):
                 max_sequence_length=hf.max_position_embeddings,
                 pre_process=number == 0,
                 post_process=number == last,
-                share_embeddings_and_output_weights=hf.tie_word_embeddings,
+                share_embeddings_and_output_weights=hf.tie_word_embeddings and not scalar,
                 position_embedding_type="none",  # `forward` makes the rotary angles
                 vp_stage=part if world.plan.vpp > 1 else None,
             )
+            if scalar and self.post_process:  # whole on each rank of tp
+                self.output_layer = nn.Linear(
+                    hf.hidden_size, 1, bias=False, dtype=config.params_dtype
+                )
         for index, layer in enumerate(self.decoder.layers, first):
             attention = layer.self_attention.core_attention
             attention.index = index
@@ -204,7 +210,7 @@ class Stage(core.GPTModel):
         if not self.post_process:
             return hidden.contiguous()
         if head_inputs is not None:
-            return self._logprobs(hidden, head_inputs)
+            return self._outputs(hidden, head_inputs)
         assert cached is not None
         return functional.linear(self._read(hidden, cached.states), self._head_weight())
 
@@ -224,17 +230,21 @@ class Stage(core.GPTModel):
         shares = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if shares else self.output_layer.weight
 
-    def _read(self, hidden: Tensor, states: Tensor) -> Tensor:
+    def _read(self, hidden: Tensor, states: Tensor, *, same: bool = False) -> Tensor:
+        """same: whether all ranks of tp go on alike, not with parts of the vocabulary."""
         group = self.world.tp_group
         if group is not None and self.config.sequence_parallel:
-            hidden = all_gather(hidden, 0, group)
-        elif group is not None:
+            hidden = (all_gather_same if same else all_gather)(hidden, 0, group)
+        elif group is not None and not same:
             hidden = sum_backward(hidden, group)
         return hidden.transpose(0, 1).flatten(0, 1).index_select(0, states)
 
-    def _logprobs(self, hidden: Tensor, inputs: HeadInputs) -> tuple[Tensor, ...]:
-        states = self._read(hidden, inputs.states)
-        return inputs.outputs(states, self._head_weight(), self.world.tp_group)
+    def _outputs(self, hidden: Tensor, inputs: HeadInputs) -> tuple[Tensor, ...]:
+        weight, values = self._head_weight(), inputs.needs.values
+        states = self._read(hidden, inputs.states, same=values)
+        if values:
+            return (values_of(states, weight),)
+        return inputs.outputs(states, weight, self.world.tp_group)
 
 
 def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> Any:

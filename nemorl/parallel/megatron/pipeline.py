@@ -63,14 +63,14 @@ class Pipeline:
                 collect_non_loss_data=loss_fn is None,
             )
 
-    def load(self, stages: Any, layout: Layout) -> Load:
+    def load(self, stages: Any, layout: Layout, needs: Needs) -> Load:
         """Return the load of the experts over a whole batch; a collective call."""
         experts, device = self.model.num_local_experts, self.world.device
         sums = torch.zeros(2, experts, dtype=torch.float64, device=device)
         load = Load(self.model.num_experts_per_tok, sums)
         stages.eval()
         with balancing(stages, load):
-            self.run(stages, layout, None, Needs())
+            self.run(stages, layout, None, Needs(values=needs.values))
         dist.all_reduce(sums)  # each rank had other tokens, or other layers
         return load
 

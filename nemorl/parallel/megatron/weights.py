@@ -19,6 +19,7 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from nemorl.models.causal_lm import SCORE
 from nemorl.models.tensor_files import Piece, TensorFiles
 from nemorl.parallel.checkpoint import Pieces, shared_out
 from nemorl.parallel.megatron.limits import FAMILIES, Kind
@@ -96,10 +97,13 @@ class Conversion:
             for leaf in ("weight", "bias"):
                 if (name := f"model.norm.{leaf}") in self.shapes:
                     found[f"{part}.decoder.final_layernorm.{leaf}"] = Entry("whole", (name,))
-            if "lm_head.weight" in self.shapes:
-                found[f"{part}.{HEAD}"] = Entry("rows", ("lm_head.weight",))
+            head = f"{part}.{HEAD}"
+            if SCORE[0] in self.shapes:
+                found[head] = Entry("whole", (SCORE[0],))
+            elif "lm_head.weight" in self.shapes:
+                found[head] = Entry("rows", ("lm_head.weight",))
             elif last:  # its copy of a tied embedding
-                found[f"{part}.{HEAD}"] = embedding
+                found[head] = embedding
         return found
 
     def _part(self, stage: int) -> int:
@@ -130,7 +134,7 @@ class Conversion:
 
     def is_copy(self, name: str) -> bool:
         """Return whether it is the last stage's copy of a tied embedding."""
-        return name.endswith(HEAD) and "lm_head.weight" not in self.shapes
+        return name.endswith(HEAD) and self.shapes.keys().isdisjoint(("lm_head.weight", *SCORE))
 
     def own(self, entry: Entry, read: Read) -> Tensor:
         tp, rank = self.world.plan.tp, self.world.tp_rank

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.losses.masks import token_mean_weights
+from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput, needs
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.backend import ForwardOutput
@@ -36,8 +37,16 @@ from tests.parallel.batches import nll_loss
 BACKENDS: dict[str, Any] = {"dtensor": DTensorBackend, "megatron": MegatronBackend}
 
 
-def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[int, int]:
-    """This rank's peak bytes in an optimizer step after the first, and what it sends in another."""
+OTHERS = {"policy": {}, "critic": {"head": "scalar"}, "teacher": {"trains": False}}
+
+
+def measure_steps(
+    folder: Path, plan: ParallelPlan, work: PlanConfig, models: tuple[str, ...] = ("policy",)
+) -> tuple[int, int]:
+    """This rank's peak bytes in an optimizer step after the first, and what it sends in another.
+
+    models: names of `OTHERS`, which take a step in turn.
+    """
     trainer = replace(
         work.trainer,
         device="cpu",
@@ -52,21 +61,31 @@ def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[i
         keep_reference=work.keep_reference,
     )
     batch = _batch(2 * work.micro_batch_rows * plan.data_ranks, work)
-    loss_fn = _loss_with_entropy if work.entropy else nll_loss
+    losses = {"policy": _loss_with_entropy if work.entropy else nll_loss, "critic": _value_loss}
+    make = BACKENDS[work.trainer.backend]
+
+    def step() -> None:
+        for name, backend in backends.items():
+            if name in losses:
+                backend.train_step(batch, losses[name])
+            else:
+                backend.get_logprobs(batch)
+
     with Allocations() as recorded:
         # Adapters are for a trained model, and no weights lie in the folder.
-        backend = BACKENDS[work.trainer.backend](
-            load_causal_lm(str(folder), from_scratch=True) if work.lora.rank else None
-        )
-        backend.setup(config)
-        backend.train_step(batch, loss_fn)
+        given = load_causal_lm(str(folder), from_scratch=True) if work.lora.rank else None
+        backends = {name: make(given) for name in models}
+        for name, backend in backends.items():
+            backend.setup(replace(config, **OTHERS[name]))
+        step()
         times = [time.time_ns()]
         for _ in range(3):
-            backend.train_step(batch, loss_fn)
+            step()
             times.append(time.time_ns())
     with SentBytes() as sent:
-        backend.train_step(batch, loss_fn)
-    backend.shutdown()
+        step()
+    for backend in backends.values():
+        backend.shutdown()
     return min(recorded.peak(*span) for span in pairwise(times)), sent.total
 
 
@@ -85,6 +104,12 @@ def _loss_with_entropy(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
     assert batch.loss_weights is not None
     plain = nll_loss(output, batch)
     return replace(plain, loss=plain.loss - 0.01 * (output.entropy * batch.loss_weights).sum())
+
+
+@needs(values=True)
+def _value_loss(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
+    assert batch.loss_weights is not None
+    return nll(-(output.values**2), batch.loss_weights)
 
 
 class Allocations:

@@ -267,9 +267,7 @@ class Source:
 
 
 def source_of(config: BackendConfig, given: Any) -> Source:
-    """Return where weights come from: safetensors, with a fresh scalar head where they lack one, or
-    a whole model.
-    """
+    """Return where weights come from: safetensors, maybe with a fresh head, or a whole model."""
     model, given, folder = outline_of(config, given)
     stored = stored_names(model)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -22,9 +22,11 @@ from nemorl.parallel.planner.sharing import (
     Sharing,
     cache_of,
     host_of,
+    moments_of,
     sharing,
     stages_of,
     states_of,
+    training_of,
     with_offloading,
 )
 from nemorl.rollout.config import GenerationConfig
@@ -163,6 +165,8 @@ class Candidate:
     host: int = 0
     """Bytes of a machine's main memory that offloading takes."""
     sharing: Sharing | None = None
+    apart: dict[str, int] = field(default_factory=dict)
+    """Each model's fullest moment on GPUs of its own, in bytes."""
 
     @property
     def flags(self) -> str:
@@ -222,29 +226,44 @@ class Planned:
     """Why some plans don't suit the model."""
 
 
+HEADS: dict[str, Any] = {"teacher": "lm", "critic": "scalar"}
+"""Of other models, by their settings."""
+
+
 def find_plans(config: PlanConfig) -> Planned:
     """Find every plan for the model, in order. Raises ValueError where none suits it."""
     model, steps, refused = read_shape(config.model.path), [], dict[str, None]()
     _check_adapted(config, model)
+    beside = {
+        name: read_shape(path, head, field=name)
+        for name, head in HEADS.items()
+        if (path := getattr(config, name))
+    }
     limits, trainer = limits_of(config.trainer.backend), config.trainer
-    proved = model.config.model_type, known(model.config) or ASSUMED
+    proved = {
+        name: (each.config.model_type, known(each.config) or ASSUMED)
+        for name, each in {"policy": model, **beside}.items()
+    }
     if limits.traits.proves:
-        trainer = settled(BackendConfig(trainer=trainer), *proved).trainer
-    own = BackendConfig(trainer=trainer, optimizer=config.optimizer, lora=config.lora)
+        trainer = settled(BackendConfig(trainer=trainer), *proved["policy"]).trainer
+    own = BackendConfig(trainer=trainer, optimizer=config.optimizer)
     usual = type(trainer)().share_prompts  # which has no effect on a plan
     config = replace(config, trainer=replace(trainer, share_prompts=usual))
     for plan in candidates(config, model):
-        problems = list(plan.problems(model.config, traits=limits.traits))
-        try:
-            run = replace(own, parallel=plan)
-            check_settings(run, model.config, plan, limits)
-            if limits.traits.proves:
-                settled(run, *proved)
-        except ValueError as error:
-            problems.append(str(error))
+        step, problems = PlannedStep(model, plan, config, beside=beside), list[str]()
+        for name, each in step.models.items():
+            problems += plan.problems(each.model.config, traits=limits.traits)
+            head = HEADS.get(name, "lm")
+            run = replace(own, parallel=plan, lora=each.work.lora, head=head)
+            try:
+                check_settings(run, each.model.config, plan, limits)
+                if limits.traits.proves:
+                    settled(run, *proved[name])
+            except ValueError as error:
+                problems.append(str(error))
         refused |= dict.fromkeys(problems)
         if not problems:
-            steps.append(PlannedStep(model, plan, config))
+            steps.append(step)
     if not steps:
         given = (
             f"the degrees given do not multiply to a divisor of {config.gpus}, with tp a divisor of"
@@ -311,7 +330,11 @@ def estimate(step: PlannedStep) -> Candidate:
     """Return a plan with its costs on the device that has the highest."""
     stages = stages_of(step)
     sent, slow = map(max, zip(*map(traffic, stages), strict=True))
-    moments, shared = [stage.training_memory() for stage in stages], None
+    moments, shared, apart = [*moments_of(step)], None, {}
+    if step.beside:
+        alone = replace(step, beside={})
+        apart = {name: training_of(each) for name, each in step.models.items()}
+        apart["policy"] = estimate(alone).fullest.total
     if step.work.engines:
         can_empty = implements(step.work.trainer.backend, "empty_cache")
         card, engine = GB * step.work.gpu_memory, engine_memory(step, 1)
@@ -328,7 +351,13 @@ def estimate(step: PlannedStep) -> Candidate:
     fullest = max(moments, key=lambda moment: moment.total)
     host = min(step.work.gpus, step.work.gpus_per_node) * host_of(step)
     return Candidate(
-        plan=step.plan, fullest=fullest, sent=sent, slow=slow, host=host, sharing=shared
+        plan=step.plan,
+        fullest=fullest,
+        sent=sent,
+        slow=slow,
+        host=host,
+        sharing=shared,
+        apart=apart,
     )
 
 
@@ -343,9 +372,11 @@ def print_plans(found: Planned, console: "Console | None" = None) -> None:
     trains = f", {quantity(adapter)} in adapters that train," if adapter else ""
     model = found.step.model
     active = f" ({quantity(model.active_parameters)} per token)" * bool(model.num_experts)
+    beside = found.step.beside.items()
+    others = "".join(f", {name} {quantity(each.num_parameters)}" for name, each in beside)
     title = (
-        f"{config.model.path}: {quantity(model.num_parameters)} parameters{active}{trains} on"
-        f" {config.gpus} GPU{'s' * (config.gpus > 1)} of {config.gpu_memory:g} GB, rows of"
+        f"{config.model.path}: {quantity(model.num_parameters)} parameters{active}{trains}{others}"
+        f" on {config.gpus} GPU{'s' * (config.gpus > 1)} of {config.gpu_memory:g} GB, rows of"
         f" {config.row_tokens} tokens"
     )
     console.print(Text(title, style="bold"))
@@ -357,6 +388,7 @@ def print_plans(found: Planned, console: "Console | None" = None) -> None:
     room = _gigabytes(GB * config.gpu_memory * (1 - config.reserve))
     machines = config.gpus > config.gpus_per_node
     link = " slow: of these over the link between machines." * machines
+    link += f" {', '.join(shown[0].apart)}: each on GPUs of its own." * bool(beside)
     console.print(
         f"GB per GPU at its fullest moment; {room} of {config.gpu_memory:g} GB may be used"
         f" (--reserve {config.reserve:g}). sent: GB per GPU and optimizer step.{link}"
@@ -404,6 +436,7 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     remedies = "--parallel.cpu-offload, " * (sharded and not config.parallel.cpu_offload)
     remedies += "--lora.rank 16, " * (traits.adapters and not config.lora.rank)
     remedies += "--generation.no-colocated, " * config.engines
+    remedies += "GPUs of its own for each model, " * bool(smallest.apart)
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs"
@@ -435,7 +468,8 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
     unused += ["repl"] * (limits_of(config.trainer.backend).traits.shards == "optimizer")
     degrees = {title: name for title, name in DEGREES.items() if title not in unused}
     slow = ["slow"] * (config.gpus > config.gpus_per_node)
-    for title in (*degrees, "recompute", *parts, "total", *host, "sent", *slow):
+    apart = shown[0].apart
+    for title in (*degrees, "recompute", *parts, "total", *apart, *host, "sent", *slow):
         result.add_column(title, justify="right", no_wrap=True)
     for candidate in shown:
         plan, memory = candidate.plan, candidate.fullest
@@ -443,6 +477,7 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
         if plan.cp_method == "allgather":
             cells[-1] = f"{plan.cp}*"
         sizes = [getattr(memory, name) for name in parts.values()] + [memory.total]
+        sizes += candidate.apart.values()
         sizes += [candidate.host] * len(host)
         sizes += [candidate.sent, candidate.slow][: 1 + len(slow)]
         cells += [plan.recomputes, *map(_gigabytes, sizes)]

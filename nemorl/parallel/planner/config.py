@@ -63,6 +63,10 @@ class PlanConfig:
     """Rows of an optimizer step on all devices. Default: two microbatches per device."""
     entropy: bool = False
     """Whether the loss has an entropy term."""
+    teacher: str = ""
+    """Model beside it that only scores: a folder, config.json or hub name."""
+    critic: str = ""
+    """Model beside it that trains with a scalar head."""
     keep_reference: bool = False
     """Whether there is a reference model, as for a KL term or DPO."""
     reserve: float = 0.1

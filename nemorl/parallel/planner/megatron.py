@@ -70,8 +70,8 @@ class PlannedStage:
         updated = self.parameters // together + self.of_experts // alike
         return Memory(
             parameters=size * numbers,
-            gradients=gradient * numbers,
-            optimizer=(main + 2 * STATE) * updated,
+            gradients=gradient * numbers * step.trains,
+            optimizer=(main + 2 * STATE) * updated * step.trains,
             reference=size * numbers * step.work.keep_reference,
         )
 
@@ -117,12 +117,13 @@ class PlannedStage:
 
     def training_memory(self) -> Memory:
         """Return the fullest moment: the backward pass of the head or of a layer."""
-        step, model, how = self.step, self.step.model, self.step.plan.recomputes
-        kept = round(self.in_flight * self.num_layers) * self.kept_per_layer(recomputed=how)
-        again = self.kept_per_layer(recomputed="none") - self.kept_per_layer(recomputed=how)
-        moments = [(kept + again + self.layer_backward(), 0, 0)]
+        step, how = self.step, self.step.plan.recomputes
+        each = self.kept_per_layer(recomputed=how) * step.trains
+        kept = round(self.in_flight * self.num_layers) * each
+        again = self.kept_per_layer(recomputed="none") - each
+        moments = [(kept + again + self.layer_backward() * step.trains, 0, 0)]
         if self.is_last:
-            head = STATE * (model.vocab_size // step.plan.tp) * model.hidden_size
+            head = STATE * step.model.head.on(step.plan) * step.trains
             moments += [(kept + step.outer_activations(), step.logits_memory(), head)]
         activations, logits, gathered = max(moments, key=sum)
         activations += step.mask_memory()

@@ -1,10 +1,11 @@
 """The memory that a plan takes on each device; the tests compare it with measured peaks."""
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 
 from nemorl.parallel.backends import implements, limits_of
+from nemorl.parallel.config import LoRAConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.model_shape import Block, Layer, Matrix, ModelShape
@@ -45,6 +46,9 @@ class Memory:
     def total(self) -> int:
         return sum(astuple(self))
 
+    def __add__(self, other: "Memory") -> "Memory":
+        return Memory(**{name: n + getattr(other, name) for name, n in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class PlannedStep:
@@ -53,7 +57,24 @@ class PlannedStep:
     model: ModelShape
     plan: ParallelPlan
     work: PlanConfig
-    """Its `parallel` is not read."""
+    """Its `parallel`, `teacher` and `critic` are not read."""
+    trains: bool = True
+    beside: dict[str, ModelShape] = field(default_factory=dict)
+    """A teacher and a critic on the same devices."""
+
+    @property
+    def models(self) -> dict[str, "PlannedStep"]:
+        """Each model's part, this one first."""
+        work = replace(self.work, lora=LoRAConfig(), keep_reference=False, entropy=False)
+        return {"policy": self} | {
+            name: PlannedStep(model, self.plan, work, trains=name == "critic")
+            for name, model in self.beside.items()
+        }
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the model itself gets no gradients."""
+        return not self.trains or self.work.lora.rank > 0
 
     @property
     def shards_optimizer(self) -> bool:
@@ -138,13 +159,13 @@ class PlannedStep:
         return self.whole_shard + self._adapter_shard
 
     def trained(self) -> int:
-        return self._adapter_shard if self.work.lora.rank else self.kept()
+        return self._adapter_shard if self.frozen else self.kept()
 
     def states(self) -> Memory:
         """Return what a device keeps from step to step."""
         if self.plan.cpu_offload:
             return Memory()
-        layers, adapted = self.model.layers, self.work.lora.rank > 0
+        layers, adapted = self.model.layers, self.frozen
         matrices = ((x.count, m) for x in layers for m in x if len(m.shape) == 2 + m.of_experts)
         own = sum(count * each.shard(self.plan) for count, each in matrices)
         spared = SPARED[self.work.optimizer.name] * (self.trained() if adapted else own)
@@ -152,6 +173,7 @@ class PlannedStep:
         quantized = linear if self.work.lora.quantize != "none" else 0
         return Memory(
             parameters=STATE * self.kept() - round((STATE - QUANTIZED) * quantized),
+            gradients=STATE * self.trained(),
             optimizer=2 * STATE * self.trained() - round(spared),
             reference=0 if adapted else STATE * self.whole_shard * self.work.keep_reference,
         )
@@ -170,7 +192,7 @@ class PlannedStep:
         kept = [kept_of(self, layer) for layer in layers]
         every = sum(layer.count * size for layer, size in zip(layers, kept, strict=True))
         most = max(
-            saved_of(self, layer) - size + layer_backward(self, layer)
+            saved_of(self, layer) - size + layer_backward(self, layer) * self.trains
             for layer, size in zip(layers, kept, strict=True)
         )
         head, begin, end = self._gathered()
@@ -183,7 +205,6 @@ class PlannedStep:
         activations, logits, gathered = max(moments, key=sum)
         return replace(
             self.states(),
-            gradients=0 if self.plan.cpu_offload else STATE * self.trained(),
             activations=activations + self.mask_memory(),
             logits=logits,
             gathered=gathered,
@@ -192,17 +213,17 @@ class PlannedStep:
     def _gathered(self) -> tuple[int, int, int]:
         """Return bytes of whole parameters and gradients, or casts, at each moment."""
         plan, model, size = self.plan, self.model, self.dtype_size
-        reduced, adapted = BYTES[plan.reduce_dtype], self.work.lora.rank > 0
+        reduced, adapted = BYTES[plan.reduce_dtype], self.frozen
         sizes = [(x.count, sum(each.on(plan) for each in x)) for x in model.layers]
         layer, every = max(n for _, n in sizes), sum(count * n for count, n in sizes)
-        head = model.vocab_size // plan.tp * model.hidden_size
+        head = model.head.on(plan)
         adapter = max(sum(matrix.size for matrix in self.adapters(x)) for x in model.layers)
         trained, cast = adapter if adapted else layer, size if size < STATE else 0
         # The head's gradient is summed in float32; in bfloat16, or with tp, beside each chunk's.
         head_grad = head * (STATE + (size if cast or plan.tp > 1 else 0)) * (not adapted)
         if not plan.needs_ranks:
             # Autocast keeps all casts; a frozen matrix's only the product that reads it does.
-            again = adapted and plan.recomputes != "none"
+            again = adapted and (plan.recomputes != "none" or not self.trains)
             casts = cast * (layer if again else every)
             return head_grad + casts + cast * head, casts, casts + STATE * trained
         # While a layer computes, FSDP2 gathers the next into a buffer, which it copies. Reducing
@@ -222,7 +243,7 @@ class PlannedStep:
     def logits_memory(self) -> int:
         rows = min(self.work.trainer.chunk, self.tokens)
         arrays = 2 + (self.plan.tp > 1) * 2 + self.work.entropy * 2
-        return STATE * rows * (self.model.vocab_size // self.plan.tp) * arrays
+        return STATE * rows * self.model.head.local(self.plan)[0] * arrays
 
     def token_split(self) -> int:
         """Return over how many ranks sequence parallelism splits norms and residuals."""
@@ -252,7 +273,7 @@ def saved_of(step: PlannedStep, layer: Layer) -> int:
     Under autocast norms stay in float32, and each product casts their output.
     """
     model, plan, size = step.model, step.plan, step.dtype_size
-    hidden, frozen = model.hidden_size, step.work.lora.rank > 0
+    hidden, frozen = model.hidden_size, step.frozen
     autocast = not plan.needs_ranks and size < STATE
     reads = step.adapted(layer) if frozen else layer.linear
     normed = 0 if frozen else STATE if autocast else size
@@ -283,7 +304,7 @@ def _kept_of_block(step: PlannedStep, block: Block, read: bool) -> int:
 
 def _experts_width(step: PlannedStep, layer: Layer) -> int:
     """Return the numbers that experts keep of a token."""
-    model, trained = step.model, not step.work.lora.rank
+    model, trained = step.model, not step.frozen
     if not layer.experts:
         return 0
     inner = sum(m.size for m in layer.experts) // (model.num_experts * model.hidden_size)
@@ -293,6 +314,8 @@ def _experts_width(step: PlannedStep, layer: Layer) -> int:
 
 def kept_of(step: PlannedStep, layer: Layer) -> int:
     """Return the bytes that a layer keeps: with recomputation its input, and maybe products."""
+    if not step.trains:
+        return 0
     how = step.plan.recomputes
     if how == "none":
         return saved_of(step, layer)

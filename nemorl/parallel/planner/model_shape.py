@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemorl.checks import require
 from nemorl.models.hub import loading
@@ -143,6 +143,11 @@ class ModelShape:
         return sum(layer.count for layer in self.layers)
 
     @property
+    def head(self) -> Matrix:
+        """The last layer: a product with the embedding, where tied."""
+        return next(each for each in reversed(self.ends) if len(each.shape) > 1)
+
+    @property
     def vocab_size(self) -> int:
         return self.ends[0].shape[0]
 
@@ -188,7 +193,7 @@ class ModelShape:
         return width * sum(counts)
 
 
-def model_shape(config: Any) -> ModelShape:
+def model_shape(config: Any, head: Literal["lm", "scalar"] = "lm") -> ModelShape:
     """Return the parameters of a model by its Hugging Face configuration.
 
     Raises: ValueError where a size is missing, or the model is not supported.
@@ -199,7 +204,7 @@ def model_shape(config: Any) -> ModelShape:
         size = getattr(config, name, None)
         wanted, remedy = f"must say its {name}", "complete config.json, or take another model"
         require(isinstance(size, int) and size > 0, "the model", wanted, size, remedy)
-    model = on_meta(config)
+    model = on_meta(config, head=head)
     layers = layers_of(decoder_of(model))
     kinds = Counter(_matrices(layer, config) for layer in layers)
     inside = {*layers.parameters()}
@@ -208,7 +213,7 @@ def model_shape(config: Any) -> ModelShape:
     return ModelShape(
         config=config,
         layers=tuple(Layer(count, matrices) for matrices, count in kinds.items()),
-        ends=tuple(Matrix(n, s, 0 if len(s) > 1 else None) for n, s in outer.items()),
+        ends=tuple(Matrix(n, s, 0 if len(s) > 1 < s[0] else None) for n, s in outer.items()),
         tied=sum(len(shape) > 1 for shape in outer.values()) == 1,
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -244,11 +249,11 @@ def _matrices(layer: Any, config: Any) -> tuple[Matrix, ...]:
     return tuple(found)
 
 
-def read_shape(name: str) -> ModelShape:
+def read_shape(name: str, head: Any = "lm", *, field: str = "model.path") -> ModelShape:
     """Return the parameters of a folder, a config.json or a model on the hub."""
     from transformers import CONFIG_MAPPING
 
-    with loading(name):
+    with loading(name, field=field):
         path = Path(name)
         if not path.exists():
             from huggingface_hub import hf_hub_download
@@ -258,6 +263,6 @@ def read_shape(name: str) -> ModelShape:
         kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
     wanted, remedy = "must be one that transformers has", "take another model"
     require(kind in CONFIG_MAPPING, "the model's type", wanted, kind, remedy)
-    with loading(name):
+    with loading(name, field=field):
         config = CONFIG_MAPPING[kind].from_json_file(path)
-    return model_shape(config)
+    return model_shape(config, head)

@@ -1,12 +1,12 @@
 """The share of a GPU for an engine that takes turns with a trainer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nemorl.checks import require
 from nemorl.parallel.planner.megatron import PlannedStage
-from nemorl.parallel.planner.memory import STATE, Memory, PlannedStep, engine_memory
+from nemorl.parallel.planner.memory import Memory, PlannedStep, engine_memory
 
 GB = 1e9
 
@@ -75,14 +75,27 @@ def stages_of(step: PlannedStep) -> Sequence[PlannedStep | PlannedStage]:
     return [PlannedStage(step, index, sum(map(len, parts[index::pp]))) for index in range(pp)]
 
 
+def devices_of(step: PlannedStep) -> Iterator[tuple[PlannedStep | PlannedStage, ...]]:
+    """Yield each stage's parts of all models."""
+    return zip(*map(stages_of, step.models.values()), strict=True)
+
+
 def states_of(step: PlannedStep) -> Memory:
-    """Return what the fullest stage keeps from step to step."""
-    return max((stage.states() for stage in stages_of(step)), key=lambda kept: kept.total)
+    """Return what the fullest stage keeps from step to step, of all models."""
+    kept = (sum((part.states() for part in parts), Memory()) for parts in devices_of(step))
+    return max(kept, key=lambda kept: kept.total)
+
+
+def moments_of(step: PlannedStep) -> Iterator[Memory]:
+    """Yield each part's fullest moment, beside what other models keep."""
+    for parts in devices_of(step):
+        for part in parts:
+            yield sum((x.states() for x in parts if x is not part), part.training_memory())
 
 
 def training_of(step: PlannedStep) -> int:
     """Return the peak bytes of training, of the fullest stage."""
-    return max(stage.training_memory().total for stage in stages_of(step))
+    return max(moment.total for moment in moments_of(step))
 
 
 def cache_of(step: PlannedStep, *, can_empty: bool) -> int:
@@ -95,17 +108,16 @@ def host_of(step: PlannedStep) -> int:
     """Return the bytes that a process moves to main memory."""
     if step.plan.cpu_offload:
         resident = replace(step, plan=replace(step.plan, cpu_offload=False))
-        return resident.states().total + STATE * step.trained()
+        return states_of(resident).total
     if not step.work.trainer.offload_during_generation:
         return 0
-    return max(each.total - each.gradients for each in (x.states() for x in stages_of(step)))
+    states = states_of(step)
+    return states.total - states.gradients
 
 
 def check_states(step: PlannedStep, card: float) -> None:
     """Refuse a plan whose parameters, gradients and optimizer exceed a GPU's bytes."""
-    states = states_of(step)
-    gradients = 0 if step.plan.cpu_offload or states.gradients else STATE * step.trained()
-    least = states.total + gradients
+    least = states_of(step).total
     require(
         least <= card,
         "parallel",

@@ -122,6 +122,21 @@ def test_a_generator_counts_where_it_fills_more_than_training(models: Path):
     assert split and all(each.fullest.total >= without[each.plan] for each in split)
 
 
+def test_other_models_take_room_beside_the_policy(models: Path):
+    options: dict[str, Any] = {"gpus": 8, "dp_replicate": 1, "cp": 1}
+    more = options | {"teacher": str(models / "70b"), "critic": str(models / "7b")}
+    found = find(models, "7b", **more).fitting
+    alone = {each.plan: each.fullest.total for each in find(models, "7b", **options).fitting}
+    for each in found:
+        assert each.apart["critic"] < each.apart["policy"] == alone[each.plan]
+        assert each.apart["policy"] < each.fullest.total < sum(each.apart.values())
+    assert len(alone) > len(found) > 0
+    with pytest.raises(ValueError, match="tp 7 does not divide the model's num_attention_heads 64"):
+        find(models, "7b", **more | {"gpus": 7, "gpus_per_node": 7, "tp": 7})
+    with pytest.raises(ValueError, match=r"smallest .* GPUs of its own for each model, more"):
+        shown(models, "7b", **more | {"gpus": 4})
+
+
 def test_the_command_prints_flags_that_a_run_takes(
     models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -20,7 +20,7 @@ from nemorl.parallel.planner.command import find_plans, traffic
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.memory import ENGINE, PlannedStep, engine_memory
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape, read_shape
-from nemorl.parallel.planner.sharing import host_of, stages_of
+from nemorl.parallel.planner.sharing import host_of, moments_of, stages_of, states_of
 from nemorl.runtime.cli.api import from_keywords
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.measured_steps import measure_steps
@@ -162,11 +162,11 @@ def test_the_peak_of_one_process(name: str, tmp_path: Path):
     assert sent == 0 == traffic(step)[0]
 
 
-def on_ranks(cases: list[tuple[Path, ParallelPlan, PlanConfig]]) -> list[tuple[int, int]]:
+def on_ranks(cases: list[Any]) -> list[tuple[int, int]]:
     return [measure_steps(*case) for case in cases]
 
 
-def measured_twice(cases: list[tuple[Path, ParallelPlan, PlanConfig]]) -> list[list[Any]]:
+def measured_twice(cases: list[Any]) -> list[list[Any]]:
     """Return for each of two ranks its lower peak of two, and what it sends, in each case."""
     both = [run_ranks(2, on_ranks, cases) for _ in range(2)]
     return [list(map(min, one, other)) for one, other in zip(*both, strict=True)]
@@ -265,6 +265,45 @@ def test_the_peaks_of_megatrons_stages_and_what_they_send(tmp_path: Path):
             stage, (peak, sent) = stages[rank if plan.pp > 1 else 0], found[number]
             assert stage.training_memory().total == pytest.approx(peak, rel=0.15), (name, rank)
             assert traffic(stage)[0] == pytest.approx(sent, rel=0.1), (name, rank)
+
+
+SHARED = {
+    "FSDP2": ("llama", SHARDED, WORK),
+    "TP": ("qwen3", TP, WORK),
+    "megatron, DP": ("llama", SHARDED, MEGATRON),
+    "megatron, PP": ("qwen2", replace(PP, param_dtype="bfloat16"), MEGATRON),
+}
+MODELS = ("policy", "teacher", "critic")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+def test_the_peaks_of_several_models_on_the_same_devices(name: str, tmp_path: Path):
+    kind, plan, task = SHARED[name]
+    folder, shape = small_folder(tmp_path, kind)
+    cases = [(folder, plan, task, models) for models in (MODELS, MODELS[1:2], MODELS[2:])]
+    measured = measured_twice(cases)
+    task = replace(task, batch_rows=2 * task.micro_batch_rows * plan.data_ranks)
+    shapes = {"teacher": shape, "critic": read_shape(str(folder), "scalar")}
+    step = PlannedStep(shape, plan, task, beside=shapes)
+    for rank, ((both, _), (teacher, _), (critic, _)) in enumerate(measured):
+        stage = rank if plan.pp > 1 else 0
+        totals = [moment.total for moment in moments_of(step)][3 * stage :][:3]
+        assert max(totals) == pytest.approx(both, rel=0.1)
+        for model, peak, rel in (("teacher", teacher, 0.3), ("critic", critic, 0.1)):
+            alone = stages_of(step.models[model])[stage].training_memory().total
+            assert alone == pytest.approx(peak, rel=rel), model
+
+
+def test_several_models_on_the_same_devices_add_up():
+    """The critic has no head, and of the teacher nothing trains."""
+    plan, work, config = Plan(dp_shard=64), workload(gpus=64), LLAMA_70B
+    shape, critic = (model_shape(CONFIG_MAPPING["llama"](**config), x) for x in ("lm", "scalar"))
+    n, trained = shape.num_parameters, 2 * shape.num_parameters - 8192 * 128256
+    kept = states_of(PlannedStep(shape, plan, work, beside={"teacher": shape, "critic": critic}))
+    near = partial(pytest.approx, rel=1e-4)  # the critic's new head is whole on each device
+    assert kept.parameters == near(4 * (trained + n) / 64)
+    assert kept.gradients == near(4 * trained / 64) and kept.optimizer == near(8 * trained / 64)
 
 
 def test_what_a_step_of_8_billion_parameters_sends():

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from nemorl.runtime.config import tree
-from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.config.grpo import GRPOConfig, OnlineConfig
 from nemorl.runtime.run import registry
 from tests.runtime.runs import addition_rows, rows_file
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -22,13 +22,14 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 @contextmanager
 def forgetting_own() -> Iterator[None]:
     """Take back at the end what was added to the variants of sections of GRPO."""
-    known = {name: GRPOConfig.__annotations__[name] for name in ("loss", "advantage")}
+    owners = {"loss": OnlineConfig, "advantage": GRPOConfig}
+    known = {name: owner.__annotations__[name] for name, owner in owners.items()}
     try:
         yield
     finally:
-        for section, hint in known.items():
-            GRPOConfig.__annotations__[section] = hint
-            GRPOConfig.__dataclass_fields__[section].type = hint
+        for section, owner in owners.items():
+            owner.__annotations__[section] = known[section]
+            owner.__dataclass_fields__[section].type = known[section]
         tree._adapter.cache_clear()
 
 

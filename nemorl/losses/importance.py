@@ -42,10 +42,12 @@ TIS (Yao et al. 2025): token + truncate, max 2. IcePop (Ling team 2025): token +
 NeMo RL and OpenRLHF seq-mask-tis: token + sequence_mask. MIS: TRL token_mask, sequence_mask = level
 + mask (NaN from the sampler is w = 1 there). verl `rollout_rs`: token_k1 = token_bounds,
 seq_mean_k1 = geometric_bounds (of the inverse ratio). AReaL `rejection_sampling` (decoupled PPO):
-level sequence = geometric, action clamp|mask = truncate|mask. prime-rl: DPPO = probability_bounds
-with advantages, `ipo_threshold` = both without; until 2026-02 `token_mask_*`, `sequence_mask_*`,
-`geo_mask_*` = token_, extreme_ and geometric_bounds, `sequence_clip_high` = max with
-level="sequence", else w is unbounded there: max=inf.
+level sequence = geometric, action clamp|mask = truncate|mask. DPPO (Qi et al. 2026), verl `dppo_tv`
+and `dppo_kl`: probability_bounds and binary_kl_bounds with advantages, max 20. prime-rl: the first,
+`ipo_threshold` = both without; until 2026-02 `token_mask_*`, `sequence_mask_*`, `geo_mask_*` =
+token_, extreme_ and geometric_bounds, `sequence_clip_high` = max with level="sequence", else w is
+unbounded there: max=inf. FlashREINFORCE, OpenRLHF `is_correction_gating` binary_kl and level seq:
+mean_binary_kl, 0.003; level token: binary_kl_bounds without advantages; max=inf.
 """
 """What reproduces papers and other systems, whose settings docs/coming-from.md translates."""
 
@@ -65,30 +67,31 @@ def importance_weights(
     extreme_bounds: Bounds | None = None,
     geometric_bounds: Bounds | None = None,
     probability_bounds: Bounds | None = None,
+    binary_kl_bounds: Bounds | None = None,
+    mean_binary_kl: float | None = None,
 ) -> tuple[PerToken, Metrics]:
-    """Return w = ratio · clamp · masks [batch, seq], by which a token's loss is multiplied, and its
-    metrics.
+    """Return w = ratio · clamp · masks [batch, seq], the factors of tokens' losses, and metrics.
 
     With d_t = log π_prev − log π_gen of a sequence's trained tokens, the ratio is exp d_t
     (level="token"), exp Σ d_t ("sequence") or exp mean d_t ("geometric"), at most e²⁰
     (`bounded_exp`). Outside of [min, max] it is clamped (mode="truncate") or w = 0 ("mask"); with
     "sequence_mask" w = 0 in every sequence whose *geometric* ratio is outside, and others keep
     theirs, however large. Whatever level and mode, w = 0 outside of these bounds (low, high):
-
         token_bounds: tokens by exp d_t.
         extreme_bounds: sequences with any such token.
         geometric_bounds: sequences by exp mean d_t.
         probability_bounds: tokens by π_prev − π_gen, below −low or above high; with `advantages`
             [batch, seq] only where the update moves it further: above high where A > 0, else below.
+        binary_kl_bounds: likewise by `_binary_kl`, above low where π_prev < π_gen, else above high.
+        mean_binary_kl: sequences by its mean.
 
     A trained token whose sampler logprob is not finite has w = 0 and no part in its sequence's
     ratio. A NaN in prev_logprobs is passed on. Weights are constants, 0 off the mask; dropped
-    tokens still count in the denominators of `loss_weights`. `segment_ids`: 0 = padding, 1.. = the
-    sequences of a row; None = one sequence a row. `SOURCES` has the options of other systems.
+    tokens still count in the denominators of `loss_weights`. `segment_ids`: as in `policy`.
 
     Metrics: `importance_ratio_mean/min/max` (before `mode`); shares of the trained tokens:
     `importance_outside_fraction` (of any bounds), `generation_nonfinite_fraction`.
-    Raises: ValueError for an unknown level or mode, unless 0 ≤ min ≤ max, and likewise for bounds.
+    Raises: ValueError for an unknown level or mode, or wrong bounds. Source: see `SOURCES`.
 
     >>> prev = torch.tensor([[0.5, 0.3, 0.4]]).log()
     >>> generation, mask = torch.tensor([[0.5, 0.1, 0.8]]).log(), torch.tensor([[True, True, True]])
@@ -100,19 +103,20 @@ def importance_weights(
     require_one_of("level", level, LEVELS)
     require_one_of("mode", mode, MODES)
     _check_bounds((min, max), token_bounds, extreme_bounds, geometric_bounds)
+    at_least(0, mean_binary_kl=mean_binary_kl)
     usable = loss_mask & generation_logprobs.isfinite()
-    prev = masked(usable, prev_logprobs.detach())
-    generation = masked(usable, generation_logprobs.detach())
+    prev, generation = (masked(usable, x.detach()) for x in (prev_logprobs, generation_logprobs))
     ratio = _ratios(prev - generation, usable, segment_ids)
     weight = ratio[level]
     outside = _outside(ratio["geometric" if mode == "sequence_mask" else level], (min, max))
-    extreme = _outside(ratio["token"], extreme_bounds) & usable
+    mean_kl = segment_mean(_binary_kl(generation, prev), usable, segment_ids)
     dropped = (
         (outside & (mode != "truncate"))
         | _outside(ratio["token"], token_bounds)
-        | (segment_sum(extreme, segment_ids) > 0)
+        | (segment_sum(_outside(ratio["token"], extreme_bounds) & usable, segment_ids) > 0)
         | _outside(ratio["geometric"], geometric_bounds)
-        | _moved(prev, generation, usable, advantages, probability_bounds)
+        | _moved(prev, generation, usable, advantages, probability_bounds, binary_kl_bounds)
+        | (mean_kl > (math.inf if mean_binary_kl is None else mean_binary_kl))
     )
     clamped = weight.clamp(min, max) if mode == "truncate" else weight
     metrics: Metrics = {
@@ -149,25 +153,37 @@ def _outside(ratio: PerToken, bounds: Bounds | None) -> TokenMask:
     return (ratio < low) | (ratio > high)
 
 
+def _binary_kl(generation: PerToken, prev: PerToken) -> PerToken:
+    """Return p log(p/q) + (1 − p) log((1 − p)/(1 − q)), p = π_gen, q = π_prev, both ≤ 1 − 1e-6."""
+    log_p, log_q = generation.clamp(max=-1e-6), prev.clamp(max=-1e-6)
+    other_p, other_q = -log_p.expm1(), -log_q.expm1()
+    return log_p.exp() * (log_p - log_q) + other_p * (other_p.log() - other_q.log())
+
+
 def _moved(
     prev: PerToken,
     generation: PerToken,
     usable: TokenMask,
     advantages: PerToken | None,
-    bounds: Bounds | None,
+    *given: Bounds | None,
 ) -> TokenMask:
-    """Return where the difference of probabilities is outside of `probability_bounds`."""
-    if bounds is None:
-        return torch.zeros_like(usable)
-    remedy = "(0.2, 0.2) is prime-rl's"
-    require(
-        builtins.min(bounds) >= 0, "probability_bounds", "must both be at least 0", bounds, remedy
-    )
-    change, (low, high) = bounded_exp(prev) - bounded_exp(generation), bounds
-    fell, rose = change < -low, change > high
-    if advantages is None:
-        return fell | rose
-    return torch.where(masked(usable, advantages.detach()) > 0, rose, fell)
+    """Return where the probability moved beyond `probability_bounds` or `binary_kl_bounds`."""
+    change = bounded_exp(prev) - bounded_exp(generation)
+    distances = {
+        "probability_bounds": change,
+        "binary_kl_bounds": change.sign() * _binary_kl(generation, prev),
+    }
+    moved = torch.zeros_like(usable)
+    for (name, distance), bounds in zip(distances.items(), given, strict=True):
+        low, high = (math.inf, math.inf) if bounds is None else bounds
+        fits = builtins.min(low, high) >= 0
+        require(fits, name, "must both be at least 0", bounds, "0.2 and 0.2 are usual")
+        fell, rose = distance < -low, distance > high
+        if advantages is not None:
+            rising = masked(usable, advantages.detach()) > 0
+            fell, rose = fell & ~rising, rose & rising
+        moved = moved | fell | rose
+    return moved
 
 
 def interpolated_logprobs(

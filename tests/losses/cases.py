@@ -196,6 +196,8 @@ def _importance_cases() -> list[Case]:
         {"extreme_bounds": wide, "level": "sequence"},
         {"geometric_bounds": near},
         {"probability_bounds": (0.1, 0.2), "mode": "mask"},
+        {"binary_kl_bounds": (0.01, 0.02)},
+        {"mean_binary_kl": 0.05},
         {"token_bounds": wide, "extreme_bounds": (0.1, 9.0), "geometric_bounds": (0.5, 2.0)},
     )
 
@@ -243,7 +245,7 @@ def _importance_cases() -> list[Case]:
             weights,
             (*inputs, "advantages", "cotangent"),
             (),
-            drops[-2:-1],
+            drops[3:5],
             family="constant",
         ),
         Case("sampler_gap", gap, inputs[:4], (), family="constant"),

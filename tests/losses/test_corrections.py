@@ -282,6 +282,52 @@ def test_masks_and_penalty_are_prime_rls(kind: str, one_sided: bool):
     agree(ours, source, batch.now)
 
 
+def binary_kl(sampled: float, now: float) -> float:
+    """As OpenRLHF bounds the probabilities; verl adds 1e-8 to 1 − p."""
+    p, q = (min(max(math.exp(min(x, 0.0)), 1e-6), 1 - 1e-6) for x in (sampled, now))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+GATES = {
+    "verl dppo_tv": {"max": 20.0, "probability_bounds": (0.1, 0.05)},
+    "verl dppo_kl": {"max": 20.0, "binary_kl_bounds": (0.1, 0.05)},
+    "OpenRLHF token, binary_kl": {"max": INF, "binary_kl_bounds": (0.05, 0.05)},
+    "OpenRLHF seq, binary_kl (FlashREINFORCE)": {"max": INF, "mean_binary_kl": 0.05},
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("name", GATES)
+def test_gates_by_probability_are_verls_and_openrlhfs(name: str, kind: str):
+    """In gradient; in the batch "near" and at one bound per sign some tokens are kept."""
+    batch, options, one_sided = batch_of(kind), GATES[name], name.startswith("verl")
+
+    def ours(now: Tensor) -> Tensor:
+        prev, a = on_policy(now), batch.advantages
+        given = batch.generation, batch.mask, None, a if one_sided else None
+        v, _ = importance_weights(prev, *given, **options)
+        return reinforce(now, prev, a, batch.weights, v).loss
+
+    def source(now: Tensor) -> Tensor:
+        total = now.new_zeros(())
+        for row, columns in enumerate(batch.tokens()):
+            new, old = now[row].tolist(), batch.generation[row].tolist()
+            gaps = {c: binary_kl(old[c], new[c]) for c in columns}
+            for c in columns:
+                a, rises = float(batch.advantages[row, c]), new[c] > old[c]
+                if one_sided:
+                    gap = gaps[c] if "kl" in name else abs(math.exp(new[c]) - exp(old[c]))
+                    kept = gap <= (0.05 if a > 0 else 0.1) or rises != (a > 0)
+                else:
+                    mean = sum(gaps.values()) / len(gaps)
+                    kept = (mean if "seq" in name else gaps[c]) <= 0.05
+                ratio = min(exp(new[c] - old[c]), options["max"])
+                total = total - kept * ratio * a * now[row, c]
+        return total / max(1, int(batch.mask.sum()))
+
+    agree(ours, source, batch.now, value=False)
+
+
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_masks_are_prime_rls_of_early_2026(kind: str, level: str):

@@ -186,6 +186,12 @@ class OffPolicyConfig:
     """Drop also tokens whose probability is more than the first below the sampler's, or more than
     the second above it (prime-rl: 0.2 and 0.2), where the advantage moves them further away.
     """
+    binary_kl_bounds: tuple[float, float] | None = None
+    """Likewise by the KL, in nats, of the sampler's probability of the token and of any other from
+    the trainer's: falling and rising ones (DPPO).
+    """
+    mean_binary_kl: float | None = None
+    """Drop also sequences whose mean of that KL is above (FlashREINFORCE: 0.003)."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """π_prev with several updates per batch: computed before the first, or, to save that pass,
     estimated between π_gen and π from the tokens' versions (AReaL's loglinear).
@@ -194,7 +200,9 @@ class OffPolicyConfig:
     """Weight of the penalty (log π - log π_gen)² (prime-rl: 0.001)."""
 
     def __post_init__(self) -> None:
-        at_least(0, off_policy__penalty=self.penalty)
+        at_least(
+            0, off_policy__penalty=self.penalty, off_policy__mean_binary_kl=self.mean_binary_kl
+        )
         for name in ("token_bounds", "extreme_bounds", "geometric_bounds"):
             bounds = getattr(self, name)
             require(
@@ -204,13 +212,15 @@ class OffPolicyConfig:
                 bounds,
                 "0.5 and 2 allow a factor of 2",
             )
-        require(
-            self.probability_bounds is None or min(self.probability_bounds) >= 0,
-            "off_policy.probability_bounds",
-            "must be two numbers of at least 0",
-            self.probability_bounds,
-            "0.2 and 0.2 are prime-rl's",
-        )
+        for name in ("probability_bounds", "binary_kl_bounds"):
+            bounds = getattr(self, name)
+            require(
+                bounds is None or min(bounds) >= 0,
+                f"off_policy.{name}",
+                "must be two numbers of at least 0",
+                bounds,
+                "0.2 and 0.2 are usual",
+            )
         require(
             0 <= self.min < self.max,
             "off_policy.min",
@@ -402,13 +412,19 @@ class OnlineConfig(RewardConfig, BaseConfig):
             "give it one and multiply the terms by it, or set none",
         )
         if off:
-            bounds = ["token_bounds", "extreme_bounds", "geometric_bounds", "probability_bounds"]
             refuse_unused(
                 "off_policy",
                 chosen,
                 "needs off_policy.mode truncate, mask or sequence_mask",
                 "set a mode, or remove it",
-                names=bounds,
+                names=[
+                    "token_bounds",
+                    "extreme_bounds",
+                    "geometric_bounds",
+                    "probability_bounds",
+                    "binary_kl_bounds",
+                    "mean_binary_kl",
+                ],
             )
 
     def doubts(self) -> Sequence[str]:

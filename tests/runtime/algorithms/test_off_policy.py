@@ -90,6 +90,8 @@ SECTIONS = [
     {"mode": "truncate", "extreme_bounds": (0.5, 2.0)},
     {"mode": "truncate", "geometric_bounds": (0.5, 1.5)},
     {"mode": "truncate", "probability_bounds": (0.1, 0.1)},
+    {"mode": "truncate", "binary_kl_bounds": (0.01, 0.01)},
+    {"mode": "truncate", "mean_binary_kl": 0.1},
     {"mode": "truncate", "penalty": 0.1},
     {"mode": "none", "penalty": 0.1},
 ]
@@ -135,6 +137,16 @@ def test_a_loss_of_the_users_gets_the_weights_or_is_refused():
             {"mode": "mask", "token_bounds": (2.0, 0.5)},
             {},
             r"^off_policy\.token_bounds must be two numbers, the first at least 0 and below",
+        ),
+        (
+            {"mode": "mask", "binary_kl_bounds": (0.1, -1.0)},
+            {},
+            "binary_kl_bounds must be two numbers",
+        ),
+        (
+            {"mean_binary_kl": 0.1},
+            {},
+            r"^off_policy\.mean_binary_kl needs off_policy\.mode truncate",
         ),
         (
             {"proximal": "interpolate"},

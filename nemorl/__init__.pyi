@@ -79,6 +79,7 @@ from nemorl.runtime.config.grpo import (
     AsyncConfig as AsyncConfig,
     CISPOLoss as CISPOLoss,
     ClippedLoss as ClippedLoss,
+    GMPOLoss as GMPOLoss,
     GRPOConfig as GRPOConfig,
     GSPOLoss as GSPOLoss,
     GapConfig as GapConfig,
@@ -86,9 +87,11 @@ from nemorl.runtime.config.grpo import (
     KLConfig as KLConfig,
     OffPolicyConfig as OffPolicyConfig,
     OverlongConfig as OverlongConfig,
+    PassAtKAdvantage as PassAtKAdvantage,
     ReceiptsConfig as ReceiptsConfig,
     ReinforceLoss as ReinforceLoss,
     ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage,
+    SAPOLoss as SAPOLoss,
     preset as preset,
 )
 from nemorl.runtime.config.offline import (

@@ -290,6 +290,10 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
     nemorl.ClippedLoss: {
         r"loss\.dual_clip must be above 1 or None, but it is 0\.5: 3 is usual": {"dual_clip": 0.5},
     },
+    nemorl.SAPOLoss: {r"loss\.temperature_negative must be at": {"temperature_negative": 0.0}},
+    nemorl.GMPOLoss: {r"loss\.clip_low must be at least 0": {"clip_low": -0.1}},
+    nemorl.PassAtKAdvantage: {r"advantage\.k must be at least 1": {"k": 0}},
+    nemorl.DPOLoss: {r"loss\.divergence must lie in 0 … 1": {"divergence": 1.5}},
     nemorl.KLConfig: {
         r"kl\.coef must be at least 0, but it is -0\.1: use 0": {"coef": -0.1},
     },

@@ -32,7 +32,7 @@ from nemorl.losses.types import (
 )
 
 BASELINES = ("group_mean", "leave_one_out", "batch_mean", "none", "greedy", "length_weighted")
-SCALES = ("group_std", "leave_one_out_std", "batch_std", "none")
+SCALES = ("group_std", "leave_one_out_std", "group_mean", "batch_std", "none")
 
 EPSILON = 1e-6
 
@@ -101,6 +101,8 @@ def _scale(
 ) -> Tensor:
     if name == "none":
         return torch.ones_like(rewards)
+    if name == "group_mean":
+        return torch.where(group.mean > 0, group.mean, torch.inf)
     if name == "leave_one_out_std":
         # Σ over the others of (R − their mean)²
         squares = group.squares - group.centred.square() * group.size / (group.size - 1).clamp(
@@ -135,7 +137,8 @@ def advantages(
         group_id: any integer labels of the prompts.
         baseline: b: group_mean; leave_one_out, the mean of the *other* members (RLOO); batch_mean;
             none = 0; greedy, `greedy_rewards` (ReMax); length_weighted, Σ len·R / Σ len (OPO).
-        scale: σ: group_std; leave_one_out_std, of the other members (NeMo RL); batch_std; none = 1.
+        scale: σ: group_std; leave_one_out_std, of the other members (NeMo RL); batch_std; none = 1;
+            group_mean, without the 1e-6, and A = 0 where it is not above 0 (MaxRL).
         ddof: standard deviations divide by their count − ddof.
         lengths: of the responses in tokens, for length_weighted.
         greedy_rewards: of the prompts' greedy answers, for greedy.
@@ -162,6 +165,7 @@ def advantages(
     if baseline in ("group_mean", "leave_one_out", "length_weighted") or scale in (
         "group_std",
         "leave_one_out_std",
+        "group_mean",
     ):
         result = torch.where(group.low == group.high, 0.0, result)
     if baseline == "batch_mean" or scale == "batch_std":
@@ -339,9 +343,9 @@ def pass_at_k(rewards: PerResponse, group_id: ResponseIds, *, k: int) -> PerResp
 
 
 def max_rl(rewards: PerResponse, group_id: ResponseIds) -> PerResponse:
-    """Return A = (R − group mean) / group mean, and 0 where the mean is not above 0.
+    """Return advantages of MaxRL, group_mean + group_mean, for rewards of at least 0.
 
-    For rewards of at least 0. Its gradient estimates the gradient of −Σ_{k < n} (1 − p)^k / k, the
+    Its gradient estimates the gradient of −Σ_{k < n} (1 − p)^k / k, the
     log-likelihood log p of a right answer truncated by the group's size n.
     Source: Tajwar et al., "Maximum Likelihood Reinforcement Learning" (2026); TRL
     `scale_rewards="mean"`.
@@ -349,10 +353,7 @@ def max_rl(rewards: PerResponse, group_id: ResponseIds) -> PerResponse:
     >>> max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([1, 1, 1, 1])).tolist()
     [3.0, -1.0, -1.0, -1.0]
     """
-    group = members(rewards.double(), group_id)
-    positive = group.mean > 0
-    result = torch.where(positive, group.centred / torch.where(positive, group.mean, 1.0), 0.0)
-    return result.to(at_least_float32(rewards).dtype).detach()
+    return advantages(rewards, group_id, scale="group_mean")
 
 
 def to_tokens(advantages: PerResponse, mask: TokenMask) -> PerToken:

@@ -42,12 +42,12 @@ TIS (Yao et al. 2025): token + truncate, max 2. IcePop (Ling team 2025): token +
 NeMo RL and OpenRLHF seq-mask-tis: token + sequence_mask. MIS: TRL token_mask, sequence_mask = level
 + mask (NaN from the sampler is w = 1 there). verl `rollout_rs`: token_k1 = token_bounds,
 seq_mean_k1 = geometric_bounds (of the inverse ratio). AReaL `rejection_sampling` (decoupled PPO):
-level sequence = geometric, action clamp|mask = truncate|mask. DPPO (Qi et al. 2026), verl `dppo_tv`
-and `dppo_kl`: probability_bounds and binary_kl_bounds with advantages, max 20. prime-rl: the first,
-`ipo_threshold` = both without; until 2026-02 `token_mask_*`, `sequence_mask_*`, `geo_mask_*` =
-token_, extreme_ and geometric_bounds, `sequence_clip_high` = max with level="sequence", else w is
-unbounded there: max=inf. FlashREINFORCE, OpenRLHF `is_correction_gating` binary_kl and level seq:
-mean_binary_kl, 0.003; level token: binary_kl_bounds without advantages; max=inf.
+level sequence = geometric, action clamp|mask = truncate|mask. DPPO (Qi et al. 2026): prime-rl,
+verl `dppo_tv` = probability_bounds, `dppo_kl` = binary_kl_bounds, with advantages (verl: max=20).
+prime-rl: `ipo_threshold` = both without; until 2026-02 `token_mask_*`, `sequence_mask_*`,
+`geo_mask_*` = token_, extreme_ and geometric_bounds, `sequence_clip_high` = max with
+level="sequence", else w is unbounded there: max=inf. OpenRLHF binary_kl: token = binary_kl_bounds,
+without advantages, seq (FlashREINFORCE) = mean_binary_kl.
 """
 """What reproduces papers and other systems, whose settings docs/coming-from.md translates."""
 

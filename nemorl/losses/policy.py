@@ -115,15 +115,19 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
     dual_clip: float | None = None,
+    token_gradient: bool = False,
 ) -> LossOutput:
     """Return the loss of group sequence policy optimization: `clipped` of the sequences' ratios.
 
     Every token's r is replaced by s = exp(mean of log r over its sequence's trained tokens). A
     sequence must not be cut between two calls. The paper's objective has `sequence_mean_weights`.
+    token_gradient: GSPO-token, the same value with a gradient of each token, s_t = sg(s) · π/sg(π),
+    for advantages that differ inside a sequence.
 
     Metrics: as `clipped`; ratio and clip fractions are of s, per token. Raises: as `clipped`.
-    Source: Zheng et al. 2025 (clip 3e-4 / 4e-4, the defaults); TRL
-    `importance_sampling_level="sequence"`, NeMo RL `sequence_level_importance_ratios`.
+    Source: Zheng et al. 2025 (clip 3e-4 / 4e-4, the defaults) and its section 4.3; TRL
+    `importance_sampling_level="sequence"`, NeMo RL `sequence_level_importance_ratios`; GSPO-token:
+    verl `loss_mode="gspo"`, ms-swift `importance_sampling_level="sequence_token"`.
 
     >>> prev = torch.tensor([[0.5, 0.5, 0.1]]).log()
     >>> now = torch.tensor([[0.605, 0.5, 0.9]]).log()  # s = sqrt(1.21 · 1); the third isn't trained
@@ -134,66 +138,21 @@ def gspo(
     """
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
-    log_s = masked(mask, segment_mean(log_ratio, mask, segment_ids))
-    clips = clip_low, clip_high, dual_clip
-    return _of_sequences(log_s, log_ratio, advantages, loss_weights, importance_weights, clips)
-
-
-def gspo_token(
-    token_logprobs: PerToken,
-    prev_logprobs: PerToken,
-    advantages: PerToken,
-    loss_weights: PerToken,
-    segment_ids: TokenIds | None = None,
-    importance_weights: PerToken | None = None,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    dual_clip: float | None = None,
-) -> LossOutput:
-    """Return the value of `gspo`, in which each token has its own gradient: s_t = sg(s) · π/sg(π).
-
-    For advantages that differ inside a sequence; else the gradient is `gspo`'s. Metrics, Raises: as
-    `gspo`.
-    Source: Zheng et al. 2025, section 4.3; ms-swift `importance_sampling_level="sequence_token"`;
-    verl `loss_mode="gspo"` is this one.
-
-    >>> prev = torch.tensor([[0.5, 0.5]]).log()
-    >>> now = torch.tensor([[0.605, 0.5]]).log().requires_grad_()  # s = 1.1
-    >>> advantages, weights = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.5]])
-    >>> output = gspo_token(now, prev, advantages, weights, clip_low=0.2, clip_high=0.2)
-    >>> torch.autograd.grad(output.loss, now)[0]
-    tensor([[-0.5500, -1.1000]])
-    """
-    mask = loss_weights != 0
-    log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
-    log_s = masked(mask, segment_mean(log_ratio.detach(), mask, segment_ids))
-    log_s = log_s + _zero_with_gradient(token_logprobs, mask)
-    clips = clip_low, clip_high, dual_clip
-    return _of_sequences(log_s, log_ratio, advantages, loss_weights, importance_weights, clips)
-
-
-def _of_sequences(
-    log_s: PerToken,
-    log_ratio: PerToken,
-    advantages: PerToken,
-    loss_weights: PerToken,
-    importance_weights: PerToken | None,
-    clips: tuple[float, float, float | None],
-) -> LossOutput:
-    low, high, dual = clips
+    averaged = log_ratio.detach() if token_gradient else log_ratio
+    log_s = masked(mask, segment_mean(averaged, mask, segment_ids))
+    if token_gradient:
+        log_s = log_s + _zero_with_gradient(token_logprobs, mask)
     output = clipped(
         log_s,
         torch.zeros_like(log_s),
         advantages,
         loss_weights,
         importance_weights,
-        clip_low=low,
-        clip_high=high,
-        dual_clip=dual,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
     )
-    kl_metrics = _kl_metrics(log_ratio, loss_weights != 0)
-    return LossOutput(output.loss, {**output.metrics, **kl_metrics})
+    return LossOutput(output.loss, {**output.metrics, **_kl_metrics(log_ratio, mask)})
 
 
 def cispo(
@@ -233,6 +192,79 @@ def cispo(
         ratio, log_ratio, mask, clip_fraction_low=ratio < low, clip_fraction_high=ratio > high
     )
     return _weighted(losses, loss_weights, importance_weights, metrics)
+
+
+def sapo(
+    token_logprobs: PerToken,
+    prev_logprobs: PerToken,
+    advantages: PerToken,
+    loss_weights: PerToken,
+    importance_weights: PerToken | None = None,
+    *,
+    temperature_positive: float = 1.0,
+    temperature_negative: float = 1.05,
+) -> LossOutput:
+    """Return the loss of soft adaptive policy optimization, whose gradient fades as r leaves 1.
+
+    ℓ = −A · σ(τ(r − 1)) · 4/τ, τ = temperature_positive where A > 0, else temperature_negative.
+
+    Raises: ValueError for a temperature below 0.001.
+    Source: Gao et al. 2025 (the defaults); TRL `loss_type="sapo"`, verl `loss_mode="sapo"`.
+
+    >>> prev, now = torch.tensor([[0.25]]).log(), torch.tensor([[0.5]]).log()  # ratio 2
+    >>> output = sapo(now, prev, torch.ones(1, 1), torch.ones(1, 1))
+    >>> round(output.loss.item(), 4)  # -4 σ(1)
+    -2.9242
+    """
+    at_least(1e-3, temperature_positive=temperature_positive)
+    at_least(1e-3, temperature_negative=temperature_negative)
+    mask = loss_weights != 0
+    A = masked(mask, advantages.detach())
+    log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
+    ratio = bounded_exp(log_ratio)
+    tau = torch.where(A > 0, temperature_positive, temperature_negative)
+    losses = -A * (tau * (ratio - 1)).sigmoid() * 4 / tau
+    return _weighted(losses, loss_weights, importance_weights, _metrics(ratio, log_ratio, mask))
+
+
+def gmpo(
+    token_logprobs: PerToken,
+    prev_logprobs: PerToken,
+    advantages: PerToken,
+    loss_weights: PerToken,
+    segment_ids: TokenIds | None = None,
+    importance_weights: PerToken | None = None,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> LossOutput:
+    """Return the loss of geometric-mean policy optimization: ℓ = −A·s.
+
+    s = exp(mean over the sequence's trained tokens of min(log r, clip_high) where A > 0, else of
+    max(log r, −clip_low)). A sequence has one A; else as `gspo`.
+
+    Metrics: as `clipped`, of log r; ratios are s. Raises: ValueError for clips below 0.
+    Source: Zhao et al. 2025 (the defaults); verl `loss_mode="geo_mean"`, TRL `experimental.gmpo`.
+
+    >>> prev, now = torch.tensor([[-2.0, -2.0]]), torch.tensor([[-1.0, -2.2]])
+    >>> output = gmpo(now, prev, torch.ones(1, 2), torch.tensor([[0.5, 0.5]]))
+    >>> round(output.loss.item(), 4)  # -exp((0.4 - 0.2) / 2)
+    -1.1052
+    """
+    at_least(0, clip_low=clip_low, clip_high=clip_high)
+    mask = loss_weights != 0
+    A = masked(mask, advantages.detach())
+    log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
+    clipped_log = torch.where(A > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    s = bounded_exp(masked(mask, segment_mean(clipped_log, mask, segment_ids)))
+    metrics = _metrics(
+        s,
+        log_ratio,
+        mask,
+        clip_fraction_low=(A < 0) & (log_ratio < -clip_low),
+        clip_fraction_high=(A > 0) & (log_ratio > clip_high),
+    )
+    return _weighted(-A * s, loss_weights, importance_weights, metrics)
 
 
 def reinforce(

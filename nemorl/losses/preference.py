@@ -13,6 +13,8 @@ Metrics over the pairs: `accuracy` (share with reward chosen > rejected, so 0 wh
 by the caller: `dpo(...) + nll(chosen_logprobs, sft_coef * weights)`.
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -27,14 +29,17 @@ from nemorl.losses.types import (
     TokenIds,
     TokenMask,
     at_least_float32,
+    bounded_exp,
     masked,
     mean_of,
     require_all,
+    require_one_of,
     share_of,
     weighted_sum,
 )
 
 PerSequence = Float[Tensor, "sequences"]
+DIVERGENCES = ("reverse_kl", "forward_kl", "jensen_shannon")
 
 
 def sequence_logprobs(
@@ -94,13 +99,15 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     robust: bool = False,
+    divergence: str | float = "reverse_kl",
 ) -> LossOutput:
     """Return the loss of direct preference optimization: ℓ = −log σ(βh).
 
     With label_smoothing = ε, the share of labels believed wrong: ℓ = −(1 − ε)·log σ(βh) −
     ε·log σ(−βh) (conservative DPO); with `robust` (−(1 − ε)·log σ(βh) + ε·log σ(−βh)) / (1 − 2ε).
+    h is of `implicit_reward` with `divergence` (f-DPO).
 
-    Raises: ValueError unless 0 ≤ label_smoothing < 0.5.
+    Raises: ValueError unless 0 ≤ label_smoothing < 0.5, and as `implicit_reward`.
     Source: Rafailov et al. 2023, Mitchell 2023 (cDPO), Chowdhury et al. 2024; TRL
     `loss_type="sigmoid"` and `"robust"`, NeMo RL `reference_policy_kl_penalty` = beta.
 
@@ -109,14 +116,40 @@ def dpo(
     tensor(0.6931)
     """
     _require_label_smoothing(label_smoothing)
-    chosen = _reward(policy_chosen, reference_chosen, pair_weights, beta)
-    rejected = _reward(policy_rejected, reference_rejected, pair_weights, beta)
+    chosen, rejected = (
+        beta * implicit_reward(_reward(*each, pair_weights), divergence=divergence)
+        for each in ((policy_chosen, reference_chosen), (policy_rejected, reference_rejected))
+    )
     beta_h, e = chosen - rejected, label_smoothing
     right, wrong = -logsigmoid(beta_h), -logsigmoid(-beta_h)
     losses = (1 - e) * right + e * wrong
     if robust:
         losses = ((1 - e) * right - e * wrong) / (1 - 2 * e)
     return _of_pairs(losses, chosen, rejected, pair_weights)
+
+
+def implicit_reward(
+    log_ratio: PerSequence, *, divergence: str | float = "reverse_kl"
+) -> PerSequence:
+    """Return f'(u) − f'(1), u = π/π_ref, of the f-divergence that bounds π.
+
+    A number α: (1 − u^−α)/α, bounded at e²⁰/α; reverse_kl, its limit α = 0: log u; forward_kl:
+    α = 1; jensen_shannon: log(2u/(1 + u)).
+
+    Raises: ValueError unless 0 ≤ α ≤ 1, or for another name.
+    Source: Wang et al. 2023; TRL `f_divergence_type`, `f_alpha_divergence_coef` = 1 − α.
+
+    >>> implicit_reward(torch.tensor([2.0]).log(), divergence="forward_kl")
+    tensor([0.5000])
+    """
+    alpha = divergence
+    if isinstance(alpha, str):
+        require_one_of("divergence", alpha, DIVERGENCES)
+        alpha = DIVERGENCES.index(alpha)
+        if alpha == 2:
+            return logsigmoid(log_ratio) + math.log(2)
+    require(0 <= alpha <= 1, "divergence", "must be in [0, 1]", alpha, "1 is forward_kl")
+    return (1 - bounded_exp(-alpha * log_ratio)) / alpha if alpha else log_ratio
 
 
 def ipo(
@@ -272,13 +305,13 @@ def bradley_terry(
     """Return a reward model's loss: ℓ = −log σ(score_c − score_r − margin) + centering · (score_c +
     score_r)².
 
-    margin: how much better the chosen answer is known to be; None = 0. centering: at 0 the loss
-    doesn't change with a shift of all scores; above, it draws them to 0.
+    margin: how much better the chosen answer is known to be; None = 0. centering: 0 leaves the
+    scores' mean free.
 
     Metrics: the module's; `score_sum_square`, the mean of (score_c + score_r)².
     Raises: ValueError unless centering ≥ 0.
-    Source: Bradley & Terry 1952; Llama 2's margin; Eisenstein et al. 2023; TRL RewardTrainer
-    `center_rewards_coefficient` (0.01 is usual), NeMo RL `PreferenceLossFn`.
+    Source: Bradley & Terry 1952; Llama 2's margin; TRL RewardTrainer `center_rewards_coefficient`
+    (0.01), NeMo RL `PreferenceLossFn`.
 
     >>> one = torch.ones(1)
     >>> round(bradley_terry(3 * one, one, one, one, centering=0.5).loss.item(), 4)  # -log σ(1) + 8

@@ -78,7 +78,15 @@ def _policy_cases() -> list[Case]:
         ),
         Case("clipped without importance weights", policy.clipped, POLICY_INPUTS, grad, CLIPS),
         Case("gspo", policy.gspo, segmented, grad, of_sequence),
-        Case("gspo_token", policy.gspo_token, segmented, grad, of_sequence),
+        Case(
+            "gspo_token",
+            policy.gspo,
+            segmented,
+            grad,
+            tuple({**options, "token_gradient": True} for options in of_sequence),
+        ),
+        Case("gmpo", policy.gmpo, segmented, grad, ({}, {"clip_low": 0.1, "clip_high": 0.3})),
+        Case("sapo", policy.sapo, weighted, grad, ({}, {"temperature_negative": 5.0})),
         Case("cispo", policy.cispo, weighted, grad, ({}, {"clip_low": 0.2, "clip_high": 0.2})),
         Case("reinforce", policy.reinforce, weighted, grad),
         Case(
@@ -171,6 +179,12 @@ def _other_token_losses() -> list[Case]:
             ({"coef": 0.1},),
         ),
         Case("nll", supervised.nll, ("token_logprobs", "loss_weights"), grad),
+        Case(
+            "nll dynamic",
+            partial(supervised.nll, dynamic=True),
+            ("token_logprobs", "loss_weights"),
+            grad,
+        ),
         Case(
             "value_loss",
             value.value_loss,
@@ -329,6 +343,7 @@ def _preference_cases() -> list[Case]:
         *betas,
         {"beta": 0.5, "label_smoothing": 0.1},
         {"beta": 0.5, "label_smoothing": 0.1, "robust": True},
+        *({"divergence": each} for each in ("jensen_shannon", "forward_kl", 0.5)),
     )
     margins = ({}, {"beta": 1.0, "margin": 0.5, "label_smoothing": 0.1})
     kto_inputs = ("policy_chosen", "reference_chosen", "desirable", "pair_weights", "kl_baseline")
@@ -536,6 +551,7 @@ _NO_FLOATS = "reads masks and labels only"
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("gspo_token", "8 gradcheck"): _STOPPED,
     ("cispo", "8 gradcheck"): _STOPPED,
+    ("nll dynamic", "8 gradcheck"): _STOPPED,
     ("reinforce", "8 gradcheck"): _STOPPED,
     ("clipped on policy", "8 gradcheck"): _STOPPED,
     ("clipped interpolated", "8 gradcheck"): _STOPPED,

@@ -1,6 +1,7 @@
 """Policy losses and their optional terms: worked examples, and the laws that are theirs alone."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from nemorl.losses import policy
 from nemorl.losses.types import LossOutput, finalize
 
 NAN, INF = float("nan"), float("inf")
-RATIO_LOSSES = [policy.clipped, policy.gspo, policy.gspo_token, policy.cispo, policy.reinforce]
+GSPO_TOKEN = partial(policy.gspo, token_gradient=True)
+OF_SEQUENCES = [policy.gspo, GSPO_TOKEN, policy.gmpo]
+RATIO_LOSSES = [policy.clipped, policy.cispo, policy.reinforce, policy.sapo, *OF_SEQUENCES]
 
 
 def ratios(*values: float) -> tuple[Tensor, Tensor]:
@@ -26,7 +29,7 @@ def ratios(*values: float) -> tuple[Tensor, Tensor]:
 def apart(loss, count: int) -> dict[str, Tensor]:
     """For the losses with ratios of sequences: that each token is one."""
     sequences = torch.arange(1, count + 1)[None]
-    return {"segment_ids": sequences} if loss in (policy.gspo, policy.gspo_token) else {}
+    return {"segment_ids": sequences} if loss in OF_SEQUENCES else {}
 
 
 def row(*values: float) -> Tensor:
@@ -102,9 +105,13 @@ FAR = (torch.full((1, 2), -1.0), torch.tensor([[-1.0, -201.0]]))
 
 
 @pytest.mark.parametrize(
-    ("advantage", "options"), [(1.0, {}), (0.0, {}), (-1.0, {"dual_clip": 3.0})]
+    ("loss", "advantage", "options"),
+    [
+        *((loss, a, {}) for loss in RATIO_LOSSES[:1] + OF_SEQUENCES for a in (1.0, 0.0)),
+        *((loss, -1.0, {"dual_clip": 3.0}) for loss in (policy.clipped, policy.gspo, GSPO_TOKEN)),
+        *((policy.sapo, a, {}) for a in (1.0, 0.0, -1.0)),
+    ],
 )
-@pytest.mark.parametrize("loss", [policy.clipped, policy.gspo, policy.gspo_token])
 def test_a_clipped_token_has_gradient_zero_however_far_the_policy_has_moved(
     loss, advantage, options
 ):
@@ -133,7 +140,8 @@ def test_a_dropped_token_has_neither_loss_nor_gradient_however_far_it_is(loss):
     now = FAR[0].clone().requires_grad_()
     options = {"importance_weights": row(1.0, 0.0), **apart(loss, 2)}
     output = loss(now, FAR[1], row(-1.0, -1.0), row(0.5, 0.5), **options)
-    assert output.loss.item() == pytest.approx(-0.5 if loss is policy.cispo else 0.5)
+    expected = {policy.cispo: -0.5, policy.sapo: 1 / 1.05}.get(loss, 0.5)
+    assert output.loss.item() == pytest.approx(expected)
     assert gradient(output, now) == pytest.approx([0.5, 0.0])
 
 
@@ -166,9 +174,29 @@ def test_gspo_by_hand():
 
 def test_gspo_token_gives_each_token_its_own_advantage():
     now, prev = ratios(1.21, 1.0)
-    output = policy.gspo_token(now, prev, row(1.0, 3.0), row(0.5, 0.5), clip_low=0.2, clip_high=0.2)
+    output = GSPO_TOKEN(now, prev, row(1.0, 3.0), row(0.5, 0.5), clip_low=0.2, clip_high=0.2)
     assert output.loss.item() == pytest.approx(-2.2, abs=1e-5)
     assert gradient(output, now) == pytest.approx([-0.55, -1.65], abs=1e-5)
+
+
+def test_sapo_by_hand():
+    now, prev = ratios(2.0, 2.0, 1e-30)
+    output = policy.sapo(now, prev, row(1.0, -1.0, 0.0), torch.ones(1, 3), temperature_negative=2.0)
+    # −A · σ(τ(r − 1)) · 4/τ and −4·A·r·σ'(τ(r − 1)); σ'(1) = 0.1966, σ'(2) = 0.1050
+    assert output.loss.item() == pytest.approx(-4 / (1 + math.exp(-1)) + 2 / (1 + math.exp(-2)))
+    assert gradient(output, now) == pytest.approx([-8 * 0.1966119, 8 * 0.1049936, 0.0], rel=1e-5)
+
+
+def test_gmpo_by_hand():
+    # Two sequences in a row: s₁ = exp((0.4 − 0.2)/2), s₂ = exp((2 − 0.4 + 0.1)/3); A = 1 and −2.
+    now, prev = ratios(*(math.exp(x) for x in (1.0, -0.2, 2.0, -1.0, 0.1)))
+    segments, w = torch.tensor([[1, 1, 2, 2, 2]]), row(0.25, 0.25, *[1 / 6] * 3)
+    output = policy.gmpo(now, prev, row(1.0, 1.0, -2.0, -2.0, -2.0), w, segments)
+    one, two = math.exp(0.1), math.exp(1.7 / 3)
+    assert output.loss.item() == pytest.approx(two - one / 2, rel=1e-5)
+    # A clipped token has no gradient; the others share their sequence's.
+    expected = [0.0, -one / 4, two / 3, 0.0, two / 3]
+    assert gradient(output, now) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -226,18 +254,16 @@ def batches(spread: float):
 
 @given(
     batches(0.0),
-    st.sampled_from([policy.clipped, policy.cispo, policy.gspo_token]),
+    st.sampled_from([policy.clipped, policy.cispo, GSPO_TOKEN, policy.sapo]),
     st.sampled_from([0.0, 0.2]),
 )
 def test_at_ratio_one_every_gradient_is_reinforces(batch, loss, clip):
     """Law 11."""
     now, prev, advantages, weights = batch
     expected = torch.autograd.grad(policy.reinforce(now, prev, advantages, weights).loss, now)[0]
+    clips = {} if loss is policy.sapo else {"clip_low": clip, "clip_high": clip}
     torch.testing.assert_close(
-        torch.autograd.grad(
-            loss(now, prev, advantages, weights, clip_low=clip, clip_high=clip).loss, now
-        )[0],
-        expected,
+        torch.autograd.grad(loss(now, prev, advantages, weights, **clips).loss, now)[0], expected
     )
     assert torch.equal(expected, -advantages * weights)
 

@@ -136,6 +136,37 @@ def test_robust_dpo_is_unbiased_under_label_noise(seed, noise):
     )
 
 
+F_PRIME = {
+    "reverse_kl": lambda u: u.log() + 1,
+    "forward_kl": lambda u: -1 / u,
+    "jensen_shannon": lambda u: (2 * u / (1 + u)).log(),
+    0.3: lambda u: (1 - u**-0.3) / 0.3,
+}
+"""Wang et al. 2023, table 1."""
+
+
+@pytest.mark.parametrize("divergence", F_PRIME)
+def test_dpo_with_a_divergence_is_f_dpo_over_several_steps(divergence):
+    """−log σ(β f'(u_c) − β f'(u_r)) of pairs at the reference, moved, and untrained."""
+    policy = torch.tensor([[-3.0, -2.0, NAN], [-3.0, -4.0, NAN]], dtype=torch.float64)
+    zero, w = torch.full_like(policy[0], -3.0), torch.tensor([0.5, 0.5, 0.0])
+    for _ in range(4):
+        policy = policy.detach().requires_grad_()
+        loss = preference.dpo(*policy, zero, zero, w, beta=0.5, divergence=divergence).loss
+        chosen, rejected = F_PRIME[divergence]((policy[:, :2] + 3).exp())
+        expected = (1 + (0.5 * (rejected - chosen)).exp()).log().mean()
+        slopes = [torch.autograd.grad(each, policy)[0] for each in (loss, expected)]
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(*slopes)
+        policy = policy - slopes[0]
+
+
+def test_a_policy_far_below_its_reference_keeps_f_dpo_finite():
+    chosen, zero = torch.tensor([-900.0, 0.0], requires_grad=True), torch.zeros(2)
+    output = preference.dpo(chosen, zero, zero, zero, zero + 1, divergence="forward_kl")
+    assert torch.autograd.grad(output.loss, chosen)[0].tolist() == pytest.approx([0.0, -0.05])
+
+
 @pytest.mark.parametrize(("beta", "expected"), [(0.1, (6 - 5) ** 2), (0.5, (6 - 1) ** 2)])
 def test_ipo_by_hand(beta, expected):
     output = preference.ipo(*PAIR, ONE, beta=beta)
@@ -236,16 +267,14 @@ def test_bradley_terry_by_hand():
 
 
 def test_centering_draws_scores_to_zero_and_keeps_their_difference():
-    scores = torch.tensor([3.0, 1.0, -2.0, NAN]), torch.tensor([1.0, 1.0, -5.0, NAN])
-    chosen, rejected = (x.requires_grad_() for x in scores)
-    weights = torch.tensor([0.5, 0.5, 0.25, 0.0])
-    plain, centered = (
-        preference.bradley_terry(chosen, rejected, weights, centering=c).loss for c in (0.0, 0.1)
-    )
-    torch.testing.assert_close(centered - plain, one(0.1 * (8 + 2 + 12.25))[0])
-    slopes = [torch.autograd.grad(centered - plain, x, retain_graph=True)[0] for x in scores]
-    expected = torch.tensor([0.4, 0.2, -0.35, 0.0])  # 2 · 0.1 · w · (c + r), the same on both
-    torch.testing.assert_close(torch.stack(slopes), expected.expand(2, -1))
+    both = torch.tensor([[3.0, 1.0, NAN], [1.0, -5.0, NAN]], requires_grad=True)
+    weights = torch.tensor([0.5, 0.25, 0.0])
+    plain, centered = (preference.bradley_terry(*both, weights, centering=c).loss for c in (0, 0.1))
+    added = centered - plain
+    torch.testing.assert_close(added, torch.tensor(0.1 * (8 + 4)))
+    # 2 · 0.1 · w · (c + r), the same on both
+    expected = torch.tensor([[0.4, -0.2, 0.0]]).expand(2, -1)
+    torch.testing.assert_close(torch.autograd.grad(added, both)[0], expected)
 
 
 @given(st.integers(0, 2**31), st.floats(-50, 50))

@@ -26,6 +26,20 @@ def test_by_hand():
     )
 
 
+def test_dynamic_is_the_papers_over_several_steps():
+    """Σ w · −sg(π) · log π, of tokens that are likely, impossible and untrained: slope −w·π."""
+    now, w = torch.tensor([[-0.01, -1.0, -200.0, NAN]]), torch.tensor([[0.5, 0.25, 0.25, 0.0]])
+    for _ in range(3):
+        now = now.detach().requires_grad_()
+        output, known = nll(now, w, dynamic=True), now.detach()[:, :3]
+        expected = w[:, :3] * known.exp()
+        torch.testing.assert_close(output.loss, -(expected * known).sum())
+        (slope,) = torch.autograd.grad(output.loss, now)
+        torch.testing.assert_close(slope[:, :3], -expected)
+        assert slope[0, 3] == 0 and finalize(output.metrics) == finalize(nll(now, w).metrics)
+        now = now - slope
+
+
 def test_is_torchs_cross_entropy():
     logits, ids = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
     logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]

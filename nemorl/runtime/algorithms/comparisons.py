@@ -26,6 +26,7 @@ from nemorl.runtime.algorithms.sft import in_chunks
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.offline import (
     DPOConfig,
+    DPOLoss,
     KTOLoss,
     ORPOLoss,
     PreferenceLossConfig,
@@ -245,13 +246,15 @@ def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:
 def rewards(
     loss: PreferenceLossConfig, token_logprobs: Float[Tensor, "batch seq"], part: TokenBatch
 ) -> Float[Tensor, "sequences"]:
-    """Return the implicit reward of every response: β(log π − log π_ref), without a reference
-    β·log π (orpo: coef·log π).
+    """Return the implicit reward of every response: β(log π − log π_ref), or of DPO's divergence;
+    without a reference β·log π (orpo: coef·log π).
     """
     average = averages(loss)
     difference = by_sequence(token_logprobs, part, average=average)
     if part.reference_logprobs is not None:
         difference = difference - by_sequence(part.reference_logprobs, part, average=average)
+    if isinstance(loss, DPOLoss):
+        difference = preference.implicit_reward(difference, divergence=loss.divergence)
     return (loss.coef if isinstance(loss, ORPOLoss) else loss.beta) * difference
 
 

@@ -28,6 +28,7 @@ from nemorl.runtime.config.grpo import (
     OnlineConfig,
     OwnAdvantage,
     OwnLoss,
+    PassAtKAdvantage,
 )
 from nemorl.runtime.config.tree import settings_of
 
@@ -88,6 +89,8 @@ def make_advantages(config: GRPOConfig | DistillConfig) -> Advantages:
                 turns = turn_numbers(rollouts, batch)
                 return adv.to_turns(per_response, turns, mask, rollouts.num_turns)
             return adv.to_tokens(per_response, mask)
+        if isinstance(choice, PassAtKAdvantage):
+            return adv.to_tokens(adv.pass_at_k(rewards, group_id, k=choice.k), mask)
         if isinstance(choice, OwnAdvantage):
             extra = {"lengths": rollouts.lengths, "loss_mask": mask}
             given = {name: extra[name] for name in choice.takes}
@@ -118,11 +121,8 @@ def _per_token(found: Any, mask: Bool[Tensor, "batch seq"], name: str) -> Tensor
 def make_loss(config: OnlineConfig) -> LossFn:
     """Return the configured loss of a part of a batch."""
     constants, off_policy, kl = settings_of(config.loss), config.off_policy, config.kl
-    if isinstance(config.loss, OwnLoss):
-        term = config.loss.function
-    else:
-        name = "gspo_token" if constants.pop("token_gradient", False) else config.loss.name
-        term = getattr(policy, name)
+    own = isinstance(config.loss, OwnLoss) and config.loss.function
+    term = own or getattr(policy, config.loss.name)
     weights = asdict(off_policy) | {"mode": config.off_policy_mode}
     penalty, _ = weights.pop("penalty"), weights.pop("proximal")
     return policy_loss(

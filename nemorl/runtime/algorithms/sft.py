@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxtyping import Float
@@ -32,7 +33,8 @@ def sft(run: Run[SFTConfig]) -> None:
     weights = token_mean_weights if config.reduction == "token_mean" else sequence_mean_weights
     for step in run.steps(config.planned_steps(order.num_rows), validate=validate):
         batch = collate([examples[i] for i in order.next(config.train_global_batch_size)])
-        step.train(replace(batch, loss_weights=weights(batch.loss_mask)), loss_fn)
+        batch = replace(batch, loss_weights=weights(batch.loss_mask))
+        step.train(batch, partial(loss_fn, dynamic=config.loss == "dft"))
 
 
 def demonstrations(
@@ -68,10 +70,10 @@ def validation(run: Run[SFTConfig]) -> Validate | None:
     return validate if rows else None
 
 
-def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
-    """Return the negative log-likelihood."""
+def loss_fn(output: ForwardOutput, batch: TokenBatch, *, dynamic: bool = False) -> LossOutput:
+    """Return the negative log-likelihood, or that of dynamic fine-tuning."""
     assert batch.loss_weights is not None
-    return nll(output.token_logprobs, batch.loss_weights)
+    return nll(output.token_logprobs, batch.loss_weights, dynamic=dynamic)
 
 
 def validation_loss(trainer: TrainingBackend, examples: Sequence[Example], *, rows: int) -> float:

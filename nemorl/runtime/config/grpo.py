@@ -73,6 +73,35 @@ class CISPOLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SAPOLoss:
+    """A soft gate in place of the clip (SAPO)."""
+
+    name: Literal["sapo"] = "sapo"
+    temperature_positive: float = 1.0
+    """How fast the gradient fades off ratio 1, for positive advantages."""
+    temperature_negative: float = 1.05
+    """The same for others."""
+
+    def __post_init__(self) -> None:
+        at_least(1e-3, loss__temperature_positive=self.temperature_positive)
+        at_least(1e-3, loss__temperature_negative=self.temperature_negative)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPOLoss:
+    """The geometric mean of a sequence's clipped ratios (GMPO)."""
+
+    name: Literal["gmpo"] = "gmpo"
+    clip_low: float = 0.4
+    """A token's log ratio is clipped below -clip_low."""
+    clip_high: float = 0.4
+    """A token's log ratio is clipped above clip_high."""
+
+    def __post_init__(self) -> None:
+        at_least(0, loss__clip_low=self.clip_low, loss__clip_high=self.clip_high)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReinforceLoss:
     """Plain REINFORCE: -A · log π (RLOO)."""
 
@@ -90,7 +119,8 @@ class OwnLoss(OwnFunction):
 
 
 PolicyLossConfig = Annotated[
-    ClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss | OwnLoss, Field(discriminator="name")
+    ClippedLoss | GSPOLoss | CISPOLoss | SAPOLoss | GMPOLoss | ReinforceLoss | OwnLoss,
+    Field(discriminator="name"),
 ]
 
 
@@ -103,8 +133,10 @@ class GroupAdvantage:
         "group_mean"
     )
     """Subtracted from a reward."""
-    scale: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
-    """Divisor of the difference."""
+    scale: Literal["group_std", "leave_one_out_std", "group_mean", "batch_std", "none"] = (
+        "group_std"
+    )
+    """Divisor of the difference (group_mean: MaxRL)."""
     ddof: Literal[0, 1] = 1
     """A standard deviation divides by n - ddof."""
     level: Literal["conversation", "turn"] = "conversation"
@@ -130,6 +162,18 @@ class ReinforcePlusPlusAdvantage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PassAtKAdvantage:
+    """What a response adds to the best reward of k."""
+
+    name: Literal["pass_at_k"] = "pass_at_k"
+    k: int = 4
+    """Responses of which the best counts."""
+
+    def __post_init__(self) -> None:
+        at_least(1, advantage__k=self.k)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OwnAdvantage(OwnFunction):
     """Advantages of your own: fn(rewards, group_id, *, settings) -> one per response or token, in a
     module or a file (./my_file.py:fn).
@@ -140,7 +184,8 @@ class OwnAdvantage(OwnFunction):
 
 
 AdvantageConfig = Annotated[
-    GroupAdvantage | ReinforcePlusPlusAdvantage | OwnAdvantage, Field(discriminator="name")
+    GroupAdvantage | ReinforcePlusPlusAdvantage | PassAtKAdvantage | OwnAdvantage,
+    Field(discriminator="name"),
 ]
 
 
@@ -187,11 +232,9 @@ class OffPolicyConfig:
     the second above it (prime-rl: 0.2 and 0.2), where the advantage moves them further away.
     """
     binary_kl_bounds: tuple[float, float] | None = None
-    """Likewise by the KL, in nats, of the sampler's probability of the token and of any other from
-    the trainer's: falling and rising ones (DPPO).
-    """
+    """Likewise by the KL of "this token or another" from sampler to trainer (DPPO)."""
     mean_binary_kl: float | None = None
-    """Drop also sequences whose mean of that KL is above (FlashREINFORCE: 0.003)."""
+    """Drop also sequences whose mean of it is above (FlashREINFORCE: 0.003)."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """π_prev with several updates per batch: computed before the first, or, to save that pass,
     estimated between π_gen and π from the tokens' versions (AReaL's loglinear).
@@ -417,14 +460,7 @@ class OnlineConfig(RewardConfig, BaseConfig):
                 chosen,
                 "needs off_policy.mode truncate, mask or sequence_mask",
                 "set a mode, or remove it",
-                names=[
-                    "token_bounds",
-                    "extreme_bounds",
-                    "geometric_bounds",
-                    "probability_bounds",
-                    "binary_kl_bounds",
-                    "mean_binary_kl",
-                ],
+                names=[name for name in vars(chosen) if "bound" in name or "binary" in name],
             )
 
     def doubts(self) -> Sequence[str]:
@@ -482,7 +518,7 @@ def check_groups(config: OnlineConfig) -> None:
         case GroupAdvantage(baseline="batch_mean" | "none", scale="batch_std" | "none"):
             compares_groups = False
         case _:
-            compares_groups = isinstance(advantage, GroupAdvantage)
+            compares_groups = not isinstance(advantage, OwnAdvantage)
     by_turn = isinstance(advantage, GroupAdvantage) and advantage.level == "turn"
     for other, what in (
         (config.overlong.buffer > 0, "overlong.buffer"),
@@ -494,6 +530,7 @@ def check_groups(config: OnlineConfig) -> None:
             isinstance(config.loss, GSPOLoss) and not config.loss.token_gradient,
             "the loss gspo without loss.token_gradient",
         ),
+        (isinstance(config.loss, GMPOLoss), "the loss gmpo"),
     ):
         require(
             not (by_turn and other),
@@ -508,6 +545,14 @@ def check_groups(config: OnlineConfig) -> None:
         "must be at least 2 where responses are compared within their group",
         config.num_generations_per_prompt,
         "use 2 or more, or --advantage.baseline batch_mean --advantage.scale batch_std",
+    )
+    k = advantage.k if isinstance(advantage, PassAtKAdvantage) else 1
+    require(
+        k <= config.num_generations_per_prompt,
+        "advantage.k",
+        "must be at most num_generations_per_prompt",
+        k,
+        f"use up to {config.num_generations_per_prompt}",
     )
 
 
@@ -568,12 +613,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dynamic_sampling": True,
         "kl": {"coef": 0.0},
     },
-    "gspo": {
-        "loss": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
-        "reduction": "sequence_mean",
-    },
+    "gspo": {"loss": {"name": "gspo"}},
     # The paper gives no number; the bound of 5 on the ratio is ScaleRL's (arXiv 2510.13786).
     "cispo": {"loss": {"name": "cispo", "clip_high": 4.0}, "reduction": "token_mean"},
+    "sapo": {"loss": {"name": "sapo"}},
+    "gmpo": {"loss": {"name": "gmpo"}},
+    "max_rl": {
+        "advantage": {"name": "group", "scale": "group_mean"},
+        "loss": {"name": "reinforce"},
+        "reduction": "constant",
+    },
+    "pass_at_k": {
+        "advantage": {"name": "pass_at_k"},
+        "loss": {"name": "reinforce"},
+        "reduction": "constant",
+    },
     # The coefficient is OpenRLHF's default.
     "reinforce_plus_plus": {
         "advantage": {"name": "reinforce_plus_plus", "kl_coef": 0.01},
@@ -589,6 +643,10 @@ DESCRIPTIONS = {
     "dapo": "clip-higher, token mean, overlong shaping, dynamic sampling (arXiv 2503.14476)",
     "gspo": "sequence-level ratio (Qwen's GSPO, arXiv 2507.18071)",
     "cispo": "REINFORCE with a clipped importance weight (MiniMax-M1, arXiv 2506.13585)",
+    "sapo": "soft gate in place of the clip (Qwen's SAPO, arXiv 2511.20347)",
+    "gmpo": "geometric mean of a sequence's clipped ratios (arXiv 2507.20673)",
+    "max_rl": "group mean as baseline and divisor, REINFORCE (MaxRL, arXiv 2602.02710)",
+    "pass_at_k": "best of 4 responses, REINFORCE (PKPO, arXiv 2505.15201)",
     "reinforce_plus_plus": "KL in the reward, whitened over the batch (arXiv 2501.03262)",
 }
 

@@ -46,6 +46,8 @@ class OfflineConfig(BaseConfig):
 class SFTConfig(RewardConfig, OfflineConfig):
     """Supervised fine-tuning on demonstrations. Rewards judge greedy answers to validation rows."""
 
+    loss: Literal["nll", "dft"] = "nll"
+    """-log π of each token, or, in dynamic fine-tuning, that times π, as a constant."""
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Weighting of the loss: every token counts the same, or every sequence."""
 
@@ -84,6 +86,8 @@ class DPOLoss:
     """Share of pairs whose label is thought wrong (conservative DPO)."""
     robust: bool = False
     """Use the loss that is unbiased under such labels (robust DPO); needs label_smoothing."""
+    divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon"] | float = "reverse_kl"
+    """What holds the policy near the reference (f-DPO); a number: the α-divergence."""
     average_logprobs: bool = False
     """Average over a response's tokens instead of summing."""
 
@@ -96,6 +100,13 @@ class DPOLoss:
             "needs loss.label_smoothing",
             self.robust,
             "add --loss.label-smoothing 0.1",
+        )
+        require(
+            isinstance(self.divergence, str) or 0 <= self.divergence <= 1,
+            "loss.divergence",
+            "must lie in 0 … 1",
+            self.divergence,
+            "0.5 is usual",
         )
 
 

@@ -22,6 +22,7 @@ CONFIGS = {
     "dpo averaged": DPOConfig(loss=DPOLoss(average_logprobs=True)),
     "dpo smoothed, with sft": DPOConfig(loss=DPOLoss(label_smoothing=0.1), sft_coef=0.7),
     "dpo robust": DPOConfig(loss=DPOLoss(label_smoothing=0.1, robust=True)),
+    "dpo, forward_kl": DPOConfig(loss=DPOLoss(divergence="forward_kl")),
     "ipo": DPOConfig(loss=IPOLoss(beta=0.2)),
     "ipo summed": DPOConfig(loss=IPOLoss(average_logprobs=False)),
     "hinge": DPOConfig(loss=HingeLoss(beta=0.05)),

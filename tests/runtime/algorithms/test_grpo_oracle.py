@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -381,8 +381,12 @@ def compared(baseline: str = "group_mean", scale: str = "group_std", ddof: int =
                     "leave_one_out_std": others,
                     "batch_std": batch,
                     "none": [],
+                    "group_mean": [],
                 }[scale]
                 r.A = r.shaped - b
+                if scale == "group_mean":
+                    mean = statistics.fmean(rewards)
+                    r.A = r.A / mean if mean > 0 else 0.0
                 if differ(measured):
                     r.A /= deviation(measured, ddof) + 1e-6
 
@@ -407,6 +411,33 @@ def reinforce_plus_plus(kl_coef: float = 0.0, group_baseline: bool = False):
             r.A = (r.A - values.mean()) / (values.std() + 1e-6) if differ(values.tolist()) else 0.0
 
     return advantages
+
+
+def best_of(k: int):
+    """PKPO: k · mean of max(S, y) − max S over the sets S of k − 1 others."""
+
+    def advantages(box: "Box", groups: list[Responses]) -> None:
+        for group in groups:
+            for i, r in enumerate(group):
+                others = [o.shaped for o in group[:i] + group[i + 1 :]]
+                bests = [max(chosen) for chosen in combinations(others, k - 1)]
+                r.A = k * statistics.fmean([max(0.0, r.shaped - best) for best in bests])
+
+    return advantages
+
+
+def soft_gate(r: Response) -> Tensor:
+    """SAPO, equations 5 and 6: f(r) = σ(τ(r − 1)) · 4/τ, τ_pos = 1, τ_neg = 1.05."""
+    A = torch.as_tensor(r.A)
+    tau = torch.where(A > 0, 1.0, 1.05)
+    return -A * torch.sigmoid(tau * (ratio(r) - 1)) * 4 / tau
+
+
+def geometric(r: Response) -> Tensor:
+    """GMPO, equation 4 and its listing: (Π_t |clipped ratio|)^(1/|y|), one-sided, from e^±0.4."""
+    log, sign = r.now - r.old, 1.0 if r.A > 0 else -1.0  # in the listing 0 where A = 0
+    clipped = sign * torch.minimum(sign * log, sign * log.clamp(-0.4, 0.4))
+    return clipped.mean().exp().expand(len(r))
 
 
 def soft_punishment(share: float, penalty: float = 1.0):
@@ -657,6 +688,22 @@ BOXES = {
     ),
     # MiniMax-M1, equations 4 and 5.
     "cispo": Box(policy=lambda r: cispo(r, 0.0, 5.0), reduce=token_mean, clips=outside(0.0, 5.0)),
+    "sapo": Box(policy=soft_gate),
+    "gmpo": Box(
+        policy=lambda r: -r.A * geometric(r),
+        s=geometric,
+        clips=lambda r, s: clipped_at(1 - math.exp(-0.4), math.exp(0.4) - 1)(r, ratio(r)),
+    ),
+    # MaxRL, equation 10: score functions times (r − mean)/mean, 0 without a success.
+    "max_rl": Box(
+        advantages=compared(scale="group_mean"),
+        policy=reinforce,
+        reported=ratio_value,
+        reduce=constant,
+    ),
+    "pass_at_k": Box(
+        advantages=best_of(4), policy=reinforce, reported=ratio_value, reduce=constant
+    ),
     # REINFORCE++, equations 4 to 6, with the token mean of OpenRLHF.
     "reinforce_plus_plus": Box(
         advantages=reinforce_plus_plus(0.01), reduce=token_mean, clips=clipped_at(0.2, 0.2)

@@ -143,11 +143,8 @@ def test_a_loss_of_the_users_gets_the_weights_or_is_refused():
             {},
             "binary_kl_bounds must be two numbers",
         ),
-        (
-            {"mean_binary_kl": 0.1},
-            {},
-            r"^off_policy\.mean_binary_kl needs off_policy\.mode truncate",
-        ),
+        ({"mean_binary_kl": 0.1}, {}, r"^off_policy\.mean_binary_kl needs off_policy\.mode"),
+        ({}, {"advantage": nemorl.PassAtKAdvantage(k=9)}, r"^advantage\.k must be .*use up to 8"),
         (
             {"proximal": "interpolate"},
             {"advantage": nemorl.ReinforcePlusPlusAdvantage(kl_coef=0.1)},

@@ -2,6 +2,7 @@
 losses say of the pairs one by one.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -119,8 +120,9 @@ def test_pairs_one_by_one(name):
         chosen, chosen_reference, rejected, rejected_reference = scores
         pair = (chosen, rejected, chosen_reference, rejected_reference, torch.tensor([weight]))
         match config.loss:
-            case DPOLoss(beta=beta, label_smoothing=smoothing, robust=robust):
-                output = preference.dpo(*pair, beta=beta, label_smoothing=smoothing, robust=robust)
+            case DPOLoss(beta=beta, label_smoothing=smoothing, robust=robust, divergence=f):
+                options = {"label_smoothing": smoothing, "robust": robust, "divergence": f}
+                output = preference.dpo(*pair, beta=beta, **options)
             case IPOLoss(beta=beta):
                 output = preference.ipo(*pair, beta=beta)
             case HingeLoss(beta=beta):
@@ -195,6 +197,9 @@ def test_rewards_by_hand():
     batch = pack(collate_together([(one, two), (two, one)]), ((1, 0),))
     logprobs = torch.tensor([[9.0, -5.0, 9.0, -1.0, -1.0, 9.0, -1.0, -1.0, 9.0, -5.0]])
     assert rewards(DPOLoss(beta=0.5), logprobs, batch).tolist() == [-0.5, 0.5, 0.5, -0.5]
+    forward = rewards(DPOLoss(beta=0.5, divergence="forward_kl"), logprobs, batch)
+    e = math.e
+    assert forward.tolist() == pytest.approx([(1 - e) / 2, *[(1 - 1 / e) / 2] * 2, (1 - e) / 2])
     assert rewards(IPOLoss(beta=0.5), logprobs, batch).tolist() == [-0.5, 0.25, 0.25, -0.5]
     free = replace(batch, reference_logprobs=None)
     assert rewards(SimPOLoss(beta=2.0), logprobs, free).tolist() == [-10.0, -2.0, -2.0, -10.0]

@@ -71,7 +71,10 @@ def test_comments_explain_each_key():
     about = "  # Decay of the running mean of the gradient."
     assert lines[lines.index("  beta1: 0.9") - 1] == about
     text = " ".join(line.strip("# ") for line in lines)
-    assert "loss: One of clipped, gspo, cispo, reinforce, module:function. name: gspo" in text
+    assert (
+        "loss: One of clipped, gspo, cispo, sapo, gmpo, reinforce, module:function. name: gspo"
+        in text
+    )
     assert "one step after the end. One of constant, linear, cosine. schedule: constant" in text
 
 

@@ -179,14 +179,6 @@ def test_gspo_token_gives_each_token_its_own_advantage():
     assert gradient(output, now) == pytest.approx([-0.55, -1.65], abs=1e-5)
 
 
-def test_sapo_by_hand():
-    now, prev = ratios(2.0, 2.0, 1e-30)
-    output = policy.sapo(now, prev, row(1.0, -1.0, 0.0), torch.ones(1, 3), temperature_negative=2.0)
-    # −A · σ(τ(r − 1)) · 4/τ and −4·A·r·σ'(τ(r − 1)); σ'(1) = 0.1966, σ'(2) = 0.1050
-    assert output.loss.item() == pytest.approx(-4 / (1 + math.exp(-1)) + 2 / (1 + math.exp(-2)))
-    assert gradient(output, now) == pytest.approx([-8 * 0.1966119, 8 * 0.1049936, 0.0], rel=1e-5)
-
-
 def test_gmpo_by_hand():
     # Two sequences in a row: s₁ = exp((0.4 − 0.2)/2), s₂ = exp((2 − 0.4 + 0.1)/3); A = 1 and −2.
     now, prev = ratios(*(math.exp(x) for x in (1.0, -0.2, 2.0, -1.0, 0.1)))

@@ -85,6 +85,8 @@ def test_presets_by_hand():
     assert grpo(rewards, one).tolist() == pytest.approx([-1, 0, 1], rel=1e-6)
     assert rloo(rewards, one).tolist() == [-3, 0, 3]
     assert dr_grpo(rewards, one).tolist() == [-2, 0, 2]
+    assert max_rl(rewards, one).tolist() == [-1, 0, 1]
+    assert not max_rl(rewards - 3, one).any(), "a mean that is not above 0"
     assert nemo_grpo(rewards, one).tolist() == pytest.approx(
         [-3 / math.sqrt(2), 0, 3 / math.sqrt(2)], rel=1e-6
     )

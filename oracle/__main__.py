@@ -120,7 +120,7 @@ def main() -> int:
     if options.write and not missing and not wrong:
         page = options.write.read_text()
         options.write.write_text(page[: page.index(BEGIN) + len(BEGIN)] + "\n\n" + text)
-    return 1 if wrong else 0
+    return 0 if versions and not wrong else 1
 
 
 if __name__ == "__main__":

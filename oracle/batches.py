@@ -60,8 +60,8 @@ def sequences() -> Iterator[tuple[str, Sequences]]:
 
         lengths = torch.randint(3, TOKENS + 1, (ROWS, 1), generator=draw)
         logprobs = -normal().abs()
-        prev = logprobs + 0.3 * normal()
-        reference, generation = prev + 0.5 * normal(), prev + 0.4 * normal()
+        prev = -(logprobs + 0.3 * normal()).abs()
+        reference, generation = (-(prev + size * normal()).abs() for size in (0.5, 0.4))
         others = [normal() for _ in range(4)]
         mask = torch.arange(TOKENS) < lengths
         group = torch.arange(ROWS) // 3
@@ -75,9 +75,11 @@ def sequences() -> Iterator[tuple[str, Sequences]]:
     yield "tool tokens", replace(batch, mask=mask & (torch.arange(TOKENS) != 1))
     yield "single tokens", replace(batch, mask=mask & (torch.arange(TOKENS) == 0))
     yield "no end token", replace(batch, mask=torch.ones_like(mask))
-    far = torch.where(row % 2 == 0, 3.0, -3.0).double()
-    yield "ratio far from 1", replace(batch, prev=prev + far, generation=prev - far)
-    yield "log ratio 60", replace(batch, prev=prev + 20 * far, generation=prev - 20 * far)
+    odd = (row % 2).double()
+    for by, name in ((3, "ratio far from 1"), (60, "log ratio 60")):
+        shifts = {"logprobs": odd, "prev": 1 - odd, "generation": odd}
+        moved = {of: getattr(batch, of) - by * shift for of, shift in shifts.items()}
+        yield name, replace(batch, **moved)
     cut = generation.clone()
     cut[0, 0] = -INF
     yield "sampler at -inf", replace(batch, generation=cut)

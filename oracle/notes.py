@@ -154,8 +154,8 @@ KL = (
 )
 TRUNCATION = (
     "OpenRLHF's RewardDataset writes the end-of-text token over the last token of every answer,"
-    " also of one that was cut. Two answers that differ only there become the same ids, so that the pair"
-    " teaches nothing (shown with its own class), and a cut answer teaches to stop at the limit"
-    " (OpenRLHF #1311, open). nemorl's `data.too_long` refuses, drops or cuts such a pair, and adds"
-    " no token to one that is cut."
+    " also of one that was cut. Two answers that differ only there become the same ids, so that"
+    " the pair teaches nothing (shown with its own class), and a cut answer teaches to stop at the"
+    " limit (OpenRLHF #1311, open). nemorl's `data.too_long` refuses, drops or cuts such a pair,"
+    " and adds no token to one that is cut."
 )

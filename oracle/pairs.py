@@ -43,36 +43,52 @@ def free(loss: Any, **options: Any) -> Any:
     return lambda b: loss(*b.scores, mean(b), **options).loss
 
 
-def output(scores: Tensor) -> Any:
-    """A model's output of one token per answer."""
-    logprobs = scores.flatten()[:, None]
+def output(logprobs: Tensor, mask: Tensor) -> Any:
+    """A model that has these log-probabilities."""
     zeros = torch.zeros_like(logprobs)
-    return lambda **_: SimpleNamespace(
-        log_probs=logprobs, entropy=zeros, mean_logits=zeros, is_top1=zeros > 0
+    found = SimpleNamespace(
+        log_probs=torch.where(mask, logprobs, 0.0),
+        label_mask=mask,
+        entropy=zeros,
+        mean_logits=zeros,
+        is_top1=zeros > 0,
     )
+    return lambda **_: found
 
 
-def tokens(scores: Tensor) -> dict[str, Tensor]:
-    ids = torch.zeros(scores.numel(), 2, dtype=torch.long)
-    only_last = torch.tensor([0, 1]).expand_as(ids)
-    return {"input_ids": ids, "attention_mask": ids, "completion_mask": only_last}
+def answers(logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Answers of one token each, and their mask."""
+    tokens = logprobs.reshape(-1, 1)
+    return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
 
-def trl_dpo(loss_type: str, divergence_type: str = "reverse_kl", **options: Any) -> Any:
+def batch(mask: Tensor) -> dict[str, Tensor]:
+    """Answers after a prompt of one token."""
+    ids = torch.nn.functional.pad(mask.long(), (1, 0))
+    return {"input_ids": ids, "attention_mask": ids, "completion_mask": ids}
+
+
+def dpo_trainer(
+    loss_type: str, logprobs: Tensor, reference: Tensor, mask: Tensor, **options: Any
+) -> Tensor:
+    self = trainer(
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        use_weighting=False,
+        **{"f_divergence_type": "reverse_kl", "beta": 0.1, "label_smoothing": 0.0, **options},
+    )
+    chosen, rejected = reference
+    inputs = {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected, **batch(mask)}
+    module = load("trl.trainer.dpo_trainer")
+    return module.DPOTrainer._compute_loss(self, output(logprobs, mask), inputs, False)
+
+
+def trl_dpo(loss_type: str, **options: Any) -> Any:
     def run(b: Pairs) -> Tensor:
-        self = trainer(
-            loss_types=[loss_type],
-            loss_weights=[1.0],
-            ld_alpha=None,
-            precompute_ref_logps=True,
-            f_divergence_type=divergence_type,
-            use_weighting=False,
-            **{"beta": 0.1, "label_smoothing": 0.0, **options},
-        )
-        chosen, rejected = b.reference
-        inputs = {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected, **tokens(b.scores)}
-        dpo_trainer = load("trl.trainer.dpo_trainer").DPOTrainer
-        return dpo_trainer._compute_loss(self, output(b.scores), inputs, False)
+        logprobs, mask = answers(b.scores)
+        return dpo_trainer(loss_type, logprobs, b.reference, mask, **options)
 
     return run
 
@@ -123,14 +139,15 @@ def trl_kto(loss_type: str) -> Any:
             undesirable_weight=0.5,
         )
         self._compute_kl_logps = lambda *_: b.reference[0]
+        logprobs, mask = answers(b.scores)
         inputs = {
             "label": torch.arange(b.scores.numel()) % 3 > 0,
             "ref_logps": b.reference.flatten(),
             "ref_KL_logps": b.reference[1],
-            **tokens(b.scores),
+            **batch(mask),
         }
         kto_trainer = load("trl.trainer.kto_trainer").KTOTrainer
-        return kto_trainer._compute_loss(self, output(b.scores), inputs, False)
+        return kto_trainer._compute_loss(self, output(logprobs, mask), inputs, False)
 
     return run
 
@@ -167,13 +184,8 @@ def trl_sft(loss_type: str) -> Any:
     def run(b: Sequences) -> Tensor:
         self = trainer(compute_loss_func=None, label_smoother=None)
         self.args.loss_type, self.args.average_tokens_across_devices = loss_type, False
-        zeros = torch.zeros_like(b.logprobs)
-        logprobs = torch.where(b.mask, b.logprobs, 0.0)
-        found = SimpleNamespace(
-            log_probs=logprobs, label_mask=b.mask, entropy=zeros, is_top1=zeros > 0
-        )
         sft_trainer = load("trl.trainer.sft_trainer").SFTTrainer
-        return sft_trainer.compute_loss(self, lambda **_: found, {"attention_mask": b.mask})
+        return sft_trainer.compute_loss(self, output(b.logprobs, b.mask), batch(b.mask))
 
     return run
 
@@ -274,29 +286,8 @@ def our_average_ipo(b: Sequences) -> Tensor:
 
 
 def trl_average_ipo(b: Sequences) -> Tensor:
-    logprobs, reference = (torch.where(b.mask, x, 0.0) for x in (b.logprobs, b.reference))
-    zeros = torch.zeros_like(logprobs)
-    found = SimpleNamespace(log_probs=logprobs, entropy=zeros, mean_logits=zeros, is_top1=zeros > 0)
-    chosen, rejected = reference.sum(-1).chunk(2)
-    mask = torch.nn.functional.pad(b.mask.long(), (1, 0))
-    self = trainer(
-        loss_types=["ipo"],
-        loss_weights=[1.0],
-        ld_alpha=None,
-        precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
-        use_weighting=False,
-        beta=0.1,
-    )
-    inputs = {
-        "ref_chosen_logps": chosen,
-        "ref_rejected_logps": rejected,
-        "input_ids": mask,
-        "attention_mask": mask,
-        "completion_mask": mask,
-    }
-    dpo_trainer = load("trl.trainer.dpo_trainer").DPOTrainer
-    return dpo_trainer._compute_loss(self, lambda **_: found, inputs, False)
+    reference = torch.where(b.mask, b.reference, 0.0).sum(-1).view(2, -1)
+    return dpo_trainer("ipo", b.logprobs, reference, b.mask)
 
 
 def pair(ours: str, peer: str, theirs: str, mine: Any, other: Any, *notes: str) -> Row:

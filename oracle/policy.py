@@ -78,7 +78,7 @@ def trl(loss_type: str, level: str = "token", module: str = "", **options: Any) 
     return run
 
 
-def openrlhf(correction: bool = False, **options: Any) -> Any:
+def openrlhf(**options: Any) -> Any:
     def run(b: Sequences) -> Tensor:
         loss = load("openrlhf.models.loss").PolicyLoss(**options)
         return loss(b.logprobs, b.prev, b.advantages, b.mask.double(), b.generation)[0]
@@ -187,6 +187,19 @@ def corrected(**options: Any) -> Any:
     return run
 
 
+def gated(max: float, **bounds: Any) -> Any:
+    """DPPO: the policy's ratio to the old one, truncated, is 0 where it left a trust region."""
+
+    def run(b: Sequences) -> Tensor:
+        v = importance_weights(
+            b.logprobs, b.prev, b.mask, advantages=b.advantages, max=max, **bounds
+        )[0]
+        w = token_mean_weights(b.mask)
+        return reinforce(b.logprobs, on_policy(b.logprobs), b.advantages, w, v).loss
+
+    return run
+
+
 def our_gap(b: Sequences) -> Tensor:
     return torch.tensor(sampler_gap(b.prev, b.generation, b.mask)["gen_kl_error"].finalize())
 
@@ -234,9 +247,10 @@ def constant(mask: Tensor) -> Tensor:
 NO_DUAL = {"clip_ratio_c": 1e30}
 WIDE = {"clip_low": 0.2, "clip_high": 0.2}
 PLAIN = {"input_clamp": None, "output_clamp": None}
+TOKEN = {"is_correction_level": "token"}
 ROWS = [
     Row(
-        "clipped",
+        "clipped, token_mean_weights",
         "verl",
         "vanilla, clip_ratio_c=1e30",
         ours(clipped),
@@ -516,6 +530,23 @@ ROWS = [
         corrected(mode="sequence_mask", min=0.8, max=1.25),
         openrlhf(is_correction_level="seq", is_correction_threshold=(0.8, 1.25)),
         notes=("empty", "sampler", "nan"),
+    ),
+    Row(
+        "clipped, importance_weights(probability_bounds)",
+        "openrlhf",
+        "token, mask, tv",
+        corrected(max=INF, probability_bounds=(0.1, 0.1)),
+        openrlhf(**TOKEN, is_correction_gating="tv", is_correction_threshold=(0.0, 0.1)),
+        notes=("empty", "nan"),
+    ),
+    Row(
+        "reinforce, importance_weights(probability_bounds, advantages)",
+        "verl",
+        "loss_mode=dppo_tv",
+        gated(3.0, probability_bounds=(0.1, 0.1)),
+        verl("dppo_tv", clip_ratio_low=0.1, clip_ratio_high=0.1),
+        notes=("nan",),
+        value=False,
     ),
     Row(
         "sampler_gap",

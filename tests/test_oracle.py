@@ -63,5 +63,5 @@ def test_a_difference_needs_a_note_and_a_note_a_difference():
 def test_missing_peers_are_named(monkeypatch, capsys):
     monkeypatch.setattr(peers, "installed", dict)
     monkeypatch.setattr("sys.argv", ["oracle"])
-    assert oracle.main() == 0
+    assert oracle.main() == 1
     assert "Not installed, so not compared: TRL, verl, OpenRLHF" in capsys.readouterr().out

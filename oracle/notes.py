@@ -15,14 +15,14 @@ NOTES = {
     "nan": Note(
         ("NaN under the mask",),
         "A NaN that no one trains on",
-        "Ours ignores it, bit for bit. The peers multiply by the mask, and 0 · NaN is NaN. Padding,"
-        " tool output and rejected tokens may hold anything, so a mask has to come before the"
-        " arithmetic. OpenRLHF #1240 (open) proposes that.",
+        "Ours ignores it, bit for bit. Most of the peers' losses multiply by the mask, and 0 · NaN"
+        " is NaN. Padding, tool output and rejected tokens may hold anything, so the mask has to"
+        " come before the arithmetic. OpenRLHF #1240 (open) proposes that.",
     ),
     "empty": Note(
         ("empty mask",),
         "No token to train on",
-        "Ours has loss 0 and gradient 0. The peers divide 0 by 0, or raise. It happens where every"
+        "Ours has loss 0 and gradient 0. verl and OpenRLHF divide 0 by 0, or raise, where every"
         " answer of a batch is filtered. verl #782 fixed `masked_mean`, which these paths do not"
         " take.",
     ),

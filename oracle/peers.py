@@ -1,9 +1,9 @@
 """Loads the peers' own files, unchanged, from their installed wheels.
 
 TRL is imported as it is. verl and OpenRLHF are installed without their requirements (vLLM, Ray,
-DeepSpeed): their packages' `__init__` files don't run, and those requirements are stubs, of which
+DeepSpeed): their packages' `__init__` files don't run, and those requirements are stubs, on which
 no number depends. Methods of trainers run with a stub in place of the trainer (`trainer`); of a
-method that also generates text, only the statements that compute the loss run (`statements`).
+method that also generates text, only the statements that compute weights run (`statements`).
 """
 
 import ast
@@ -43,6 +43,7 @@ STUBS = (
 )
 
 
+@cache
 def installed() -> dict[str, str]:
     """Return the version of each peer that is installed."""
     return {name: version(name) for name in NAMES if any(distributions(name=name))}

@@ -9,12 +9,15 @@ from torch import Tensor
 from nemorl.losses import (
     advantages,
     at_last_token,
+    dr_grpo,
     gae,
     gdpo,
+    grpo,
     opd,
     overlong_penalty,
     pass_at_k,
     reinforce_plus_plus,
+    rloo,
     to_tokens,
     whiten,
 )
@@ -25,6 +28,10 @@ from oracle.peers import load, statements, trainer
 
 def ours(**options: Any) -> Any:
     return lambda b: to_tokens(advantages.advantages(b.rewards, b.group, **options), b.mask)
+
+
+def preset(function: Any) -> Any:
+    return lambda b: to_tokens(function(b.rewards, b.group), b.mask)
 
 
 def by_length(b: Sequences) -> Tensor:
@@ -83,7 +90,7 @@ def trl(scale: str = "group", how: str = "sum_then_normalize") -> Any:
         }
         method = module.GRPOTrainer._generate_and_score_completions
         found = statements(method, "if self.multi_objective_aggregation", scope)
-        return found.advantages.nan_to_num(0.0)[:, None] * b.mask
+        return on(b.mask, found.advantages.nan_to_num(0.0)[:, None])
 
     return run
 
@@ -99,19 +106,17 @@ def trl_rloo(b: Sequences) -> Tensor:
     }
     method = load("trl.trainer.rloo_trainer").RLOOTrainer._generate_and_score_completions
     found = statements(method, "if num_generations > 1:\n    baselines", scope)
-    return found.advantages[:, None] * b.mask
+    return on(b.mask, found.advantages[:, None])
 
 
 def openrlhf(estimator: str, kl_coef: float = 0.0) -> Any:
     def run(b: Sequences) -> Tensor:
-        module = load("openrlhf.trainer.ppo_utils.experience_maker")
+        maker = load("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
         advantage = SimpleNamespace(estimator=estimator, gamma=1.0, lambd=0.95, no_std_norm=False)
         args = SimpleNamespace(
             rollout=SimpleNamespace(n_samples_per_prompt=b.size),
             algo=SimpleNamespace(advantage=advantage),
-            reward=SimpleNamespace(
-                clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None
-            ),
+            reward=SimpleNamespace(clip_range=None),
         )
         experience = SimpleNamespace(
             rewards=b.rewards.clone(),
@@ -121,7 +126,6 @@ def openrlhf(estimator: str, kl_coef: float = 0.0) -> Any:
             action_mask=b.mask,
             values=b.values,
         )
-        maker = module.RemoteExperienceMaker
         self = trainer(
             strategy=SimpleNamespace(args=args),
             advantage_estimator=estimator,
@@ -129,9 +133,8 @@ def openrlhf(estimator: str, kl_coef: float = 0.0) -> Any:
         )
         self.get_cumulative_returns = lambda *x: maker.get_cumulative_returns(self, *x)
         self.get_advantages_and_returns = lambda *x: maker.get_advantages_and_returns(self, *x)
-        load("openrlhf.trainer.ppo_utils.length_penalty")
-        module.apply_length_penalties = lambda *_: None
-        return maker.compute_advantages_and_returns(self, [experience])[0].advantages * b.mask
+        (found,) = maker.compute_advantages_and_returns(self, [experience])
+        return on(b.mask, found.advantages)
 
     return run
 
@@ -225,16 +228,24 @@ def verl_opd(b: Sequences) -> Tensor:
 
 
 FLAT = {"norm_adv_by_std_in_grpo": False}
-RLOO = {"baseline": "leave_one_out", "scale": "none"}
 ROWS = [
-    Row("grpo", "verl", "adv_estimator=grpo", ours(), verl("grpo"), notes=("one",)),
-    Row("grpo", "verl", "grpo_vectorized", ours(), verl("grpo_vectorized"), notes=("flat", "one")),
-    Row("grpo", "trl", "scale_rewards=group", ours(), trl("group"), notes=("flat", "epsilon")),
+    Row("grpo", "verl", "adv_estimator=grpo", preset(grpo), verl("grpo"), notes=("one",)),
+    Row(
+        "grpo",
+        "verl",
+        "grpo_vectorized",
+        preset(grpo),
+        verl("grpo_vectorized"),
+        notes=("flat", "one"),
+    ),
+    Row(
+        "grpo", "trl", "scale_rewards=group", preset(grpo), trl("group"), notes=("flat", "epsilon")
+    ),
     Row(
         "grpo",
         "openrlhf",
         "estimator=group_norm",
-        ours(),
+        preset(grpo),
         openrlhf("group_norm"),
         notes=("flat", "one"),
     ),
@@ -242,12 +253,12 @@ ROWS = [
         "dr_grpo",
         "verl",
         "norm_adv_by_std_in_grpo=False",
-        ours(scale="none"),
+        preset(dr_grpo),
         verl("grpo", **FLAT),
         notes=("one",),
     ),
-    Row("dr_grpo", "trl", "scale_rewards=none", ours(scale="none"), trl("none")),
-    Row("dr_grpo", "openrlhf", "estimator=dr_grpo", ours(scale="none"), openrlhf("dr_grpo")),
+    Row("dr_grpo", "trl", "scale_rewards=none", preset(dr_grpo), trl("none")),
+    Row("dr_grpo", "openrlhf", "estimator=dr_grpo", preset(dr_grpo), openrlhf("dr_grpo")),
     Row(
         "advantages(scale=batch_std)",
         "trl",
@@ -263,10 +274,10 @@ ROWS = [
         ours(baseline="batch_mean", scale="none"),
         openrlhf("flash_reinforce"),
     ),
-    Row("rloo", "verl", "adv_estimator=rloo", ours(**RLOO), verl("rloo"), notes=("one",)),
-    Row("rloo", "verl", "rloo_vectorized", ours(**RLOO), verl("rloo_vectorized")),
-    Row("rloo", "trl", "RLOOTrainer", ours(**RLOO), trl_rloo),
-    Row("rloo", "openrlhf", "estimator=rloo", ours(**RLOO), openrlhf("rloo"), notes=("one",)),
+    Row("rloo", "verl", "adv_estimator=rloo", preset(rloo), verl("rloo"), notes=("one",)),
+    Row("rloo", "verl", "rloo_vectorized", preset(rloo), verl("rloo_vectorized")),
+    Row("rloo", "trl", "RLOOTrainer", preset(rloo), trl_rloo),
+    Row("rloo", "openrlhf", "estimator=rloo", preset(rloo), openrlhf("rloo"), notes=("one",)),
     Row(
         "advantages(baseline=length_weighted, scale=none)",
         "verl",
@@ -313,7 +324,7 @@ ROWS = [
         "estimator=reinforce",
         our_plus_plus(kl_coef=0.1, ddof=0),
         openrlhf("reinforce", 0.1),
-        notes=("empty", "root"),
+        notes=("root",),
     ),
     Row(
         "reinforce_plus_plus(group_id)",
@@ -329,7 +340,6 @@ ROWS = [
         "estimator=reinforce_baseline",
         grouped_plus_plus(0),
         openrlhf("reinforce_baseline"),
-        notes=("empty",),
     ),
     Row(
         "whiten",

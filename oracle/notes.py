@@ -34,11 +34,11 @@ NOTES = {
         " (verl #7793, open). OpenRLHF divides by 0.",
     ),
     "bound": Note(
-        ("log ratio 60",),
+        ("log ratio 60", "scores ±400"),
         "How far a ratio can go",
-        "Ours is at most e²⁰, with gradient 0 above, as in verl. TRL and OpenRLHF's GSPO have no"
-        " bound, and verl's GSPO has e¹⁰. All agree below. One token of ratio e⁶⁰ is beyond any"
-        " optimizer step: its squared gradient overflows float32.",
+        "Ours is at most e²⁰, with gradient 0 above, as in verl. TRL (f-DPO, too) and OpenRLHF's"
+        " GSPO have no bound, and verl's GSPO has e¹⁰. All agree below. One token of ratio e⁶⁰ is"
+        " beyond any optimizer step: its squared gradient overflows float32.",
     ),
     "sampler": Note(
         ("sampler at -inf",),
@@ -52,7 +52,8 @@ NOTES = {
         "An answer that is masked as a whole",
         "`sequence_mean_weights` are the mean over the answers that are trained on, as in verl and"
         " OpenRLHF; TRL's denominator counts masked ones, too. `constant_weights` count all, as in"
-        " TRL: Dr. GRPO's denominator is a constant. verl's shrinks with each masked answer.",
+        " TRL: Dr. GRPO's denominator is a constant. verl's shrinks with each masked answer. GMPO's"
+        " mean counts masked answers in both; in TRL's value each has −A.",
     ),
     "epsilon": Note(
         (),

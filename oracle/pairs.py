@@ -1,5 +1,6 @@
 """Rows: preferences, reward models, supervised fine-tuning, distillation, log-probabilities."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,11 @@ def trl_dpo(loss_type: str, **options: Any) -> Any:
     return run
 
 
+def in_float32(loss: Any) -> Any:
+    """TRL's α-divergence knows no float64."""
+    return lambda b: loss(replace(b, scores=b.scores.float(), reference=b.reference.float()))
+
+
 def openrlhf_dpo(**options: Any) -> Any:
     def run(b: Pairs) -> Tensor:
         loss = load("openrlhf.models.loss").DPOLoss(0.1, **options)
@@ -178,6 +184,10 @@ def openrlhf_reward_model(name: str) -> Any:
 
 def our_nll(b: Sequences) -> Tensor:
     return nll(b.logprobs, token_mean_weights(b.mask)).loss
+
+
+def our_dft(b: Sequences) -> Tensor:
+    return nll(b.logprobs, token_mean_weights(b.mask), dynamic=True).loss
 
 
 def trl_sft(loss_type: str) -> Any:
@@ -298,7 +308,39 @@ def places(ours: str, peer: str, theirs: str, mine: Any, other: Any, *notes: str
     return Row(ours, peer, theirs, mine, other, notes, "logits", vocabularies)
 
 
+ALPHA = {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.5}
 ROWS = [
+    pair(
+        "dpo, implicit_reward(divergence=forward_kl)",
+        "trl",
+        "f_divergence_type=forward_kl",
+        ours(dpo, divergence="forward_kl"),
+        trl_dpo("sigmoid", f_divergence_type="forward_kl"),
+        "bound",
+    ),
+    pair(
+        "dpo, implicit_reward(divergence=jensen_shannon)",
+        "trl",
+        "f_divergence_type=js_divergence",
+        ours(dpo, divergence="jensen_shannon"),
+        trl_dpo("sigmoid", f_divergence_type="js_divergence"),
+    ),
+    pair(
+        "dpo, implicit_reward(divergence=0.5)",
+        "trl",
+        "alpha_divergence, coef=0.5",
+        in_float32(ours(dpo, divergence=0.5)),
+        in_float32(trl_dpo("sigmoid", **ALPHA)),
+        "bound",
+    ),
+    pair(
+        "bradley_terry(margin, centering=0.01)",
+        "trl",
+        "center_rewards_coefficient",
+        our_reward_model(True, centering=0.01),
+        trl_reward_model(True, 0.01),
+    ),
+    Row("nll(dynamic)", "trl", "loss_type=dft", our_dft, trl_sft("dft")),
     pair("dpo", "trl", "loss_type=sigmoid", ours(dpo), trl_dpo("sigmoid")),
     pair(
         "dpo(robust, label_smoothing=0.1)",

@@ -10,14 +10,15 @@ from nemorl.losses import (
     cispo,
     clipped,
     constant_weights,
+    gmpo,
     gspo,
-    gspo_token,
     importance_weights,
     kl_loss,
     log_ratio_penalty,
     on_policy,
     reinforce,
     sampler_gap,
+    sapo,
     sequence_mean_weights,
     token_mean_weights,
     value_loss,
@@ -44,7 +45,7 @@ def verl(name: str, mode: str = "token-mean", **options: Any) -> Any:
     return run
 
 
-def trl(loss_type: str, level: str = "token", module: str = "", **options: Any) -> Any:
+def trl(loss_type: str, level: str = "token", loss: Any = None, **options: Any) -> Any:
     def run(b: Sequences) -> Tensor:
         grpo = load("trl.trainer.grpo_trainer").GRPOTrainer
         self = trainer(
@@ -73,9 +74,20 @@ def trl(loss_type: str, level: str = "token", module: str = "", **options: Any) 
             "ref_per_token_logps": b.reference,
             "num_items_in_batch": mask.sum(),
         }
-        return grpo._compute_loss(self, None, inputs)
+        return (loss or grpo._compute_loss)(self, None, inputs)
 
     return run
+
+
+def one_advantage(loss: Any) -> Any:
+    """Of answers whose tokens have the first one's advantage."""
+    return lambda b: loss(replace(b, advantages=b.advantages[:, :1].expand_as(b.advantages)))
+
+
+def trl_gmpo(b: Sequences) -> Tensor:
+    gmpo_trainer = load("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer
+    run = trl("gmpo", loss=gmpo_trainer._compute_loss, epsilon_low=0.4, epsilon_high=0.4)
+    return run(replace(b, advantages=b.advantages[:, 0]))
 
 
 def openrlhf(**options: Any) -> Any:
@@ -348,10 +360,10 @@ ROWS = [
         notes=("empty", "bound", "nan"),
     ),
     Row(
-        "gspo_token",
+        "gspo(token_gradient)",
         "verl",
         "loss_mode=gspo",
-        ours(gspo_token, sequence_mean_weights, **WIDE),
+        ours(gspo, sequence_mean_weights, token_gradient=True, **WIDE),
         verl("gspo", "seq-mean-token-mean"),
         notes=("empty", "bound", "nan"),
     ),
@@ -370,6 +382,38 @@ ROWS = [
         ours(cispo),
         trl("cispo", epsilon_high=5.0),
         notes=("nan",),
+    ),
+    Row(
+        "sapo",
+        "verl",
+        "loss_mode=sapo",
+        ours(sapo, sequence_mean_weights),
+        verl("sapo"),
+        notes=("empty", "nan"),
+    ),
+    Row(
+        "sapo",
+        "trl",
+        "loss_type=sapo",
+        ours(sapo, sequence_mean_weights),
+        trl("sapo"),
+        notes=("rows", "nan"),
+    ),
+    Row(
+        "gmpo",
+        "verl",
+        "loss_mode=geo_mean",
+        one_advantage(ours(gmpo, sequence_mean_weights)),
+        one_advantage(verl("geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4)),
+        notes=("rows", "bound", "nan"),
+    ),
+    Row(
+        "gmpo",
+        "trl",
+        "GMPOTrainer",
+        one_advantage(ours(gmpo, sequence_mean_weights)),
+        trl_gmpo,
+        notes=("rows", "bound", "empty", "nan"),
     ),
     Row("reinforce", "verl", "loss_mode=gpg", ours(reinforce), verl("gpg"), value=False),
     Row(
@@ -547,6 +591,35 @@ ROWS = [
         verl("dppo_tv", clip_ratio_low=0.1, clip_ratio_high=0.1),
         notes=("nan",),
         value=False,
+    ),
+    Row(
+        "reinforce, importance_weights(binary_kl_bounds, advantages)",
+        "verl",
+        "loss_mode=dppo_kl",
+        gated(3.0, binary_kl_bounds=(0.05, 0.05)),
+        verl("dppo_kl", clip_ratio_low=0.05, clip_ratio_high=0.05),
+        notes=("nan",),
+        value=False,
+    ),
+    Row(
+        "clipped, importance_weights(binary_kl_bounds)",
+        "openrlhf",
+        "token, mask, binary_kl",
+        corrected(max=INF, binary_kl_bounds=(0.05, 0.05)),
+        openrlhf(**TOKEN, is_correction_gating="binary_kl", is_correction_threshold=(0.0, 0.05)),
+        notes=("empty", "nan"),
+    ),
+    Row(
+        "clipped, importance_weights(mean_binary_kl)",
+        "openrlhf",
+        "seq, mask, binary_kl",
+        corrected(max=INF, mean_binary_kl=0.05),
+        openrlhf(
+            is_correction_level="seq",
+            is_correction_gating="binary_kl",
+            is_correction_threshold=(0.0, 0.05),
+        ),
+        notes=("empty", "nan"),
     ),
     Row(
         "sampler_gap",

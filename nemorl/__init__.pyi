@@ -54,6 +54,7 @@ from nemorl.runtime.cli.api import (
     DPOTrainer as DPOTrainer,
     DistillTrainer as DistillTrainer,
     GRPOTrainer as GRPOTrainer,
+    PPOTrainer as PPOTrainer,
     SFTTrainer as SFTTrainer,
     train as train,
 )
@@ -104,6 +105,11 @@ from nemorl.runtime.config.offline import (
     RMConfig as RMConfig,
     SFTConfig as SFTConfig,
     SimPOLoss as SimPOLoss,
+)
+from nemorl.runtime.config.ppo import (
+    CriticConfig as CriticConfig,
+    GAEAdvantage as GAEAdvantage,
+    PPOConfig as PPOConfig,
 )
 from nemorl.runtime.config.tree import load_config as load_config
 from nemorl.runtime.engines.weights import sync_weights as sync_weights

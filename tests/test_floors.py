@@ -66,20 +66,20 @@ BOUNDS = {
 BACKENDS = {"dtensor", "megatron", "torch", "vllm"}
 PUBLIC = """
 AsyncConfig BackendConfig BaseConfig Bundle CISPOLoss Callback ClippedLoss Completion ContextFull
-Conversation ConversationFailed DPOConfig DPOLoss DPOTrainer DataConfig DataModule DistillConfig
-DistillTrainer EnvironmentInterface EnvironmentReturn Episode Failure FunctionalRewardWrapper
-GMPOLoss GRPOConfig GRPOTrainer GSPOLoss GapConfig GenerationBackend GenerationConfig GroupAdvantage
-HingeLoss IPOLoss Judge KLConfig KTOLoss LoRAConfig LoggedRun MetricLogger ModelConfig Needs
-ORPOLoss OffPolicyConfig OptimSettings OptimizerConfig Outcome OverlongConfig ParallelPlan
-PassAtKAdvantage Policy ProfileConfig RMConfig RayVirtualCluster RayWorkerGroup ReceiptsConfig
-ReinforceLoss ReinforcePlusPlusAdvantage RewardServer RolloutConfig Run RunConfig RunView
-RuntimeConfig SAPOLoss SFTConfig SFTTrainer SampledTokens SamplingParams Scores SimPOLoss Step
-StopTraining TeacherConfig TokenBatch TopTokens TrainResult TrainerConfig TrainingBackend Turn
-TurnResult __version__ at_version cli data evaluate export generate get_algorithm
-get_generation_backend get_training_backend judged_in_processes load_config losses main needs
-open_run openenv policy_loss preset prove register_advantage register_algorithm
-register_generation_backend register_logger register_loss register_reward register_training_backend
-run sync_weights train write_report
+Conversation ConversationFailed CriticConfig DPOConfig DPOLoss DPOTrainer DataConfig DataModule
+DistillConfig DistillTrainer EnvironmentInterface EnvironmentReturn Episode Failure
+FunctionalRewardWrapper GAEAdvantage GMPOLoss GRPOConfig GRPOTrainer GSPOLoss GapConfig
+GenerationBackend GenerationConfig GroupAdvantage HingeLoss IPOLoss Judge KLConfig KTOLoss
+LoRAConfig LoggedRun MetricLogger ModelConfig Needs ORPOLoss OffPolicyConfig OptimSettings
+OptimizerConfig Outcome OverlongConfig PPOConfig PPOTrainer ParallelPlan PassAtKAdvantage Policy
+ProfileConfig RMConfig RayVirtualCluster RayWorkerGroup ReceiptsConfig ReinforceLoss
+ReinforcePlusPlusAdvantage RewardServer RolloutConfig Run RunConfig RunView RuntimeConfig SAPOLoss
+SFTConfig SFTTrainer SampledTokens SamplingParams Scores SimPOLoss Step StopTraining TeacherConfig
+TokenBatch TopTokens TrainResult TrainerConfig TrainingBackend Turn TurnResult __version__
+at_version cli data evaluate export generate get_algorithm get_generation_backend
+get_training_backend judged_in_processes load_config losses main needs open_run openenv policy_loss
+preset prove register_advantage register_algorithm register_generation_backend register_logger
+register_loss register_reward register_training_backend run sync_weights train write_report
 """
 
 

@@ -17,6 +17,7 @@ WHOLE_PATHS = {
     "tests/runtime/algorithms/test_dpo.py::test_it_learns_what_is_preferred[kto]",
     "tests/runtime/algorithms/test_distill.py::test_the_student_comes_near_its_teacher[0-top_k]",
     "tests/runtime/algorithms/test_rm.py::test_it_learns_what_is_preferred[0]",
+    "tests/runtime/algorithms/test_ppo.py::test_it_is_the_algorithm_of_its_paper[PPO]",
     "tests/runtime/algorithms/test_turns.py::"
     "test_segments_of_a_conversation_are_compared_together_and_computed_apart",
     "tests/runtime/run/test_asynchrony.py::"
@@ -48,7 +49,7 @@ WHOLE_PATHS = {
     "test_a_seeded_request_does_not_depend_on_the_batch[vllm]",
     "tests/runtime/engines/test_weights.py::"
     "test_after_each_update_the_engine_is_the_new_model[qwen2-True-float32]",
-    "tests/runtime/ranks/test_ranked_runs.py::test_vllm_beside_ranks[dtensor-plan0]",
+    "tests/runtime/ranks/test_ranked_runs.py::test_vllm_beside_ranks[make0-dtensor-plan0]",
     # The core
     "tests/losses/test_compile.py::test_every_case_compiles_into_one_graph",
     "tests/parallel/test_proving.py::test_the_command_shows_what_holds_and_why_not",

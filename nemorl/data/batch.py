@@ -130,6 +130,10 @@ class TokenBatch:
     prev_logprobs: PerToken | None = None
     generation_logprobs: PerToken | None = None
     reference_logprobs: PerToken | None = None
+    values: PerToken | None = None
+    """The critic's, before the update."""
+    returns: PerToken | None = None
+    """What the critic's values are trained on."""
     policy_versions: Int[Tensor, "batch seq"] | None = None
     """Version of the weights that sampled each token; -1 off the sampler's tokens."""
     sampled_hashes: Int[Tensor, "batch seq"] | None = None

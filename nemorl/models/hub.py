@@ -169,7 +169,7 @@ def require_hub(name: str, *files: str, field: str = "model.path") -> None:
         pass
 
 
-def model_folder(name: str) -> str:
+def model_folder(name: str, *, field: str = "model.path") -> str:
     """Return the model that `name` means: the export of a run's directory, else the name itself."""
     path = Path(name)
     if not name:
@@ -177,8 +177,9 @@ def model_folder(name: str) -> str:
     if not path.exists():
         in_a_folder = len(path.parts) > 1 and path.parent.is_dir()
         if name.count("/") != 1 or name.startswith((".", "/", "~")) or in_a_folder:
-            raise cannot_load(name, f"there is no folder {name}", remedy="check the path")
-        require_hub(name, "config.json", CONFIG)
+            reason = f"there is no folder {name}"
+            raise cannot_load(name, reason, field=field, remedy="check the path")
+        require_hub(name, "config.json", CONFIG, field=field)
     else:
         _refuse_others(name, path)
     if (path / "config.json").is_file() and not is_object(path / "config.json"):

@@ -30,8 +30,10 @@ from tests.runtime.runs import (
     lines,
     numbers,
     opened,
+    ppo_config,
     preference_rows,
     rm_config,
+    saved_critic,
     sft_config,
     start,
 )
@@ -79,8 +81,8 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]
     """Metrics but for times, the last checkpoint's tensors, and its samples and state."""
     last = max(folder.glob("checkpoints/step_*"), key=lambda path: int(path.name[5:]))
     tensors = {
-        f"{file.name}/{name}": value
-        for file in last.glob("policy/*.safetensors")
+        f"{file.parent.name}/{file.name}/{name}": value
+        for file in last.glob("*/*.safetensors")
         for name, value in load_file(file).items()
     }
     texts = [last / "state.json", *sorted(folder.glob("samples/*.jsonl"))]
@@ -215,9 +217,13 @@ def main(settings: dict[str, Any]) -> None:
         "sft": sft_config,
         "dpo": dpo_config,
         "distill": distill_config,
+        "ppo": ppo_config,
         "rm": rm_config,
     }
     make = makes[algorithm]
+    if algorithm == "ppo":
+        critic = saved_critic(folder.parent / "critic")
+        options["critic"] = nemorl.CriticConfig(model=critic, lr=1e-2, warmup_steps=1)
     for name, section in (("kl", nemorl.KLConfig), ("lora", nemorl.LoRAConfig)):
         if name in options:
             options[name] = section(**options[name])

@@ -107,6 +107,7 @@ BATCH = {"train_global_batch_size": 16}
 SAMPLED = {"generation": nemorl.GenerationConfig(max_new_tokens=4)}
 GROUPS = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
 grpo_config = partial(small_config, nemorl.GRPOConfig, SAMPLED | GROUPS)
+ppo_config = partial(small_config, nemorl.PPOConfig, SAMPLED | {"num_prompts_per_step": 8})
 sft_config = partial(small_config, nemorl.SFTConfig, SAMPLED | BATCH)
 dpo_config = partial(small_config, nemorl.DPOConfig, BATCH)
 distill_config = partial(small_config, nemorl.DistillConfig, SAMPLED | {"num_prompts_per_step": 12})
@@ -127,6 +128,12 @@ def saved_model(folder: Path, **options: Any) -> Path:
     tiny_model(**{"scale": 2.0, **options}).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def saved_critic(folder: Path, **options: Any) -> str:
+    """The folder of a tiny critic."""
+    tiny_critic(**{"scale": 2.0, **options}).save_pretrained(folder)
+    return str(folder)
 
 
 def rows_file(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -208,7 +215,8 @@ def start(
         tokenizer=tiny_tokenizer(),
         train=rows or (preference_rows() if of_pairs else addition_rows()),
         validation=validation,
-        reward=reward or (digits if isinstance(config, nemorl.GRPOConfig) else None),
+        reward=reward
+        or (digits if isinstance(config, nemorl.GRPOConfig | nemorl.PPOConfig) else None),
         callbacks=callbacks,
     )
 

@@ -12,6 +12,7 @@ from nemorl.runtime.algorithms.policy_loss import (
 )
 from nemorl.runtime.algorithms.responses import (
     compared_samples,
+    measurements,
     minibatches,
     roll_out,
     teaches,
@@ -20,7 +21,7 @@ from nemorl.runtime.algorithms.responses import (
 )
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.run.loop import Run
-from nemorl.runtime.run.samples import beside, by_set, compared
+from nemorl.runtime.run.samples import beside
 
 
 def grpo(run: Run[GRPOConfig]) -> None:
@@ -47,11 +48,6 @@ def grpo(run: Run[GRPOConfig]) -> None:
                     if config.interpolates:
                         loss = at_version(loss_fn, version=version, present=run.trainer.step)
                     step.train(replace(part, loss_weights=weights), loss)
-        found = compared(everything, config) | by_set(everything, run.train_sets)
+        found = measurements(run, step, everything, shaping, updated=step.updates > 0)
         kept = found.get("informative_groups", 0.0) if config.dynamic_sampling else 1.0
-        own = {"groups_kept": kept, "num_updates": float(step.updates)}
-        if config.overlong.buffer:
-            own["shaped_reward"] = float(shaping(everything).mean())
-        if not step.updates:
-            own |= {"loss": 0.0, "grad_norm": 0.0}
-        step.log(beside(own, found))
+        step.log(beside({"groups_kept": kept}, found))

@@ -1,4 +1,4 @@
-"""The loss of a GRPO step, with its weights and advantages. `make_…` is called once in a run."""
+"""The loss of a policy, with its weights and advantages. `make_…` is called once in a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -96,16 +96,19 @@ def make_advantages(config: GRPOConfig | DistillConfig) -> Advantages:
             given = {name: extra[name] for name in choice.takes}
             found = choice.function(rewards, group_id, **given, **settings_of(choice))
             return _per_token(found, mask, choice.name)
-        kl = torch.zeros_like(mask, dtype=torch.float32)
-        if choice.kl_coef:
-            assert batch.prev_logprobs is not None and batch.reference_logprobs is not None
-            kl = torch.where(mask, batch.prev_logprobs - batch.reference_logprobs, 0.0)
-        groups = group_id if choice.group_baseline else None
+        kl, groups = reference_kl(batch), group_id if choice.group_baseline else None
         return adv.reinforce_plus_plus(
             rewards, kl, mask, kl_coef=choice.kl_coef, group_id=groups, ddof=choice.ddof
         )
 
     return advantages
+
+
+def reference_kl(batch: TokenBatch) -> Float[Tensor, "batch seq"]:
+    """Return log π_prev − log π_ref of trained tokens; 0 of others, and where one is not known."""
+    if batch.prev_logprobs is None or batch.reference_logprobs is None:
+        return torch.zeros_like(batch.loss_mask, dtype=torch.float32)
+    return torch.where(batch.loss_mask, batch.prev_logprobs - batch.reference_logprobs, 0.0)
 
 
 def _per_token(found: Any, mask: Bool[Tensor, "batch seq"], name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which of a step's responses GRPO trains on, their logprobs, and the log."""
+"""Which of a step's responses are trained on, what is computed of them, and the log."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +18,9 @@ from nemorl.runtime.config.grpo import GRPOConfig, OnlineConfig
 from nemorl.runtime.run.loop import PromptStream, Run, Step
 from nemorl.runtime.run.samples import (
     Samples,
+    beside,
+    by_set,
+    compared,
     failures_of,
     informative,
     samples_of,
@@ -57,13 +60,15 @@ def with_logprobs(run: Run[OnlineConfig], batch: TokenBatch, *, several: bool) -
 
 
 def by_segment(
-    compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch, name: str
+    compute: Callable[[TokenBatch], Logprobs | Tensor], batch: TokenBatch, name: str = ""
 ) -> Float[Tensor, "batch seq"]:
-    """Return logprobs of the batch's distribution, computed with a row for each segment."""
+    """Return values, or logprobs of the batch's distribution, computed a segment a row."""
     apart, plan = segments_apart(replace(batch, sampled_hashes=None))
     found = compute(apart)
-    require_same_support(found.kind, batch.logprob_kind, what_a=name, what_b="the batch's")
-    values = pack(replace(apart, prev_logprobs=found.values), plan).prev_logprobs
+    if isinstance(found, Logprobs):
+        require_same_support(found.kind, batch.logprob_kind, what_a=name, what_b="the batch's")
+        found = found.values
+    values = pack(replace(apart, values=found), plan).values
     assert values is not None
     return pad(values, (0, batch.input_ids.shape[1] - values.shape[1]))
 
@@ -109,6 +114,18 @@ def roll_out(run: Run[GRPOConfig], step: Step, prompts: PromptStream) -> tuple[R
 def part(rollouts: Rollouts, chosen: Bool[Tensor, "batch"]) -> Rollouts:
     """Return chosen responses."""
     return select(rollouts, chosen.nonzero()[:, 0].tolist())
+
+
+def measurements(
+    run: Run[OnlineConfig], step: Step, rollouts: Rollouts, shaping: Shaping, *, updated: bool
+) -> dict[str, float]:
+    """Return what a step logs of its responses. updated: whether the policy was."""
+    own = {"num_updates": float(step.updates)}
+    if not updated:
+        own |= {"loss": 0.0, "grad_norm": 0.0}
+    if run.config.overlong.buffer:
+        own["shaped_reward"] = float(shaping(rollouts).mean())
+    return beside(own, compared(rollouts, run.config) | by_set(rollouts, run.train_sets))
 
 
 def compared_samples(

@@ -11,9 +11,18 @@ from nemorl.checks import require, short
 from nemorl.models.hub import load_tokenizer
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.flags import MAIN
-from nemorl.runtime.config.grpo import OnlineConfig, of_preset
+from nemorl.runtime.config.grpo import of_preset
 from nemorl.runtime.config.spellings import advice
-from nemorl.runtime.config.tree import construct, flat, key_of, keys_named, layer, leaves, to_dict
+from nemorl.runtime.config.tree import (
+    construct,
+    flat,
+    key_of,
+    keys_named,
+    layer,
+    leaves,
+    own_sections,
+    to_dict,
+)
 from nemorl.runtime.config.yaml_io import ConfigError, without_secrets
 from nemorl.runtime.run.data import Reward, Rows
 from nemorl.runtime.run.open_run import run
@@ -126,7 +135,7 @@ def from_keywords(
 def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str, Any]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = to_dict(value)
-    if name in ("loss", "advantage") and callable(value) and issubclass(cls, OnlineConfig):
+    if callable(value) and name in own_sections(cls):
         raise ConfigError(
             f"{name} must be a name, but it is a function: decorate it with"
             f' @nemorl.register_{name}("mine"), and pass {name}="mine"',
@@ -311,6 +320,15 @@ class GRPOTrainer(Trainer):
     """
 
     algorithm = "grpo"
+
+
+class PPOTrainer(Trainer):
+    """PPO, with a critic.
+
+    `PPOTrainer.from_pretrained("runs/sft", critic={"lr": 1e-5}).fit(rows, reward_fn=my_reward)`
+    """
+
+    algorithm = "ppo"
 
 
 class DPOTrainer(Trainer):

@@ -445,6 +445,13 @@ class OnlineConfig(RewardConfig, BaseConfig):
 
     def _check_off_policy(self) -> None:
         chosen, off = self.off_policy, self.off_policy_mode == "none"
+        require(
+            self.off_policy.proximal == "recompute" or not self.needs_kl_reward,
+            "off_policy.proximal",
+            "must be recompute with advantage.kl_coef above 0",
+            self.off_policy.proximal,
+            "use recompute, or set kl_coef to 0",
+        )
         staleness = f" with async.max_staleness {self.max_staleness}" * (chosen.mode == "auto")
         require(
             off or not isinstance(self.loss, OwnLoss) or "importance_weights" in self.loss.takes,
@@ -505,8 +512,7 @@ class OnlineConfig(RewardConfig, BaseConfig):
     @property
     def needs_kl_reward(self) -> bool:
         """Whether the reward holds a KL penalty per token."""
-        advantage = getattr(self, "advantage", None)
-        return isinstance(advantage, ReinforcePlusPlusAdvantage) and advantage.kl_coef > 0
+        return getattr(getattr(self, "advantage", None), "kl_coef", 0.0) > 0
 
 
 def check_groups(config: OnlineConfig) -> None:
@@ -578,13 +584,6 @@ class GRPOConfig(OnlineConfig):
             "needs num_generations_per_prompt of at least 2: it keeps prompts whose rewards differ",
             True,
             "turn it off, or use 2 or more",
-        )
-        require(
-            self.off_policy.proximal == "recompute" or not self.needs_kl_reward,
-            "off_policy.proximal",
-            "must be recompute with advantage.kl_coef above 0",
-            self.off_policy.proximal,
-            "use recompute, or set kl_coef to 0",
         )
 
 

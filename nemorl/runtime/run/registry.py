@@ -21,6 +21,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.distill import DistillConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.offline import DPOConfig, RMConfig, SFTConfig
+from nemorl.runtime.config.ppo import PPOConfig
 from nemorl.runtime.config.tree import add_own, texts_in
 from nemorl.runtime.engines import spec as engines
 
@@ -47,6 +48,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sft": Algorithm(SFTConfig, "nemorl.runtime.algorithms.sft:sft"),
     "grpo": Algorithm(GRPOConfig, "nemorl.runtime.algorithms.grpo:grpo"),
     "dpo": Algorithm(DPOConfig, "nemorl.runtime.algorithms.dpo:dpo"),
+    "ppo": Algorithm(PPOConfig, "nemorl.runtime.algorithms.ppo:ppo"),
     "distill": Algorithm(DistillConfig, "nemorl.runtime.algorithms.distill:distill"),
     "rm": Algorithm(RMConfig, "nemorl.runtime.algorithms.rm:rm"),
 }

@@ -152,6 +152,7 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, rows: Iterable[int]
     values = {
         "advantages": getattr(batch, "advantages", None),
         "trainer_logprobs": getattr(batch, "prev_logprobs", None),
+        "values": getattr(batch, "values", None),
         "trained": getattr(batch, "loss_mask", None),
     }
     samples: Samples = []

@@ -116,6 +116,15 @@ SECTIONS = {
         "importance_": Metric(""),
         "num_tokens": Metric("Tokens", "in a step"),
     },
+    "Critic": {
+        "critic/explained_variance": Metric(
+            "Explained variance", "share of the returns' variance; 1 is perfect", "explained"
+        ),
+        "critic/loss": Metric("Loss of the critic"),
+        "critic/value_mean": Metric("Values", "mean of the critic's", "value"),
+        "critic/return_mean": Metric("Returns", "mean of what values are trained on"),
+        "critic/": Metric(""),
+    },
     "Engines": {
         "generation/weights/updates": Metric("Weights sent", "updates in a step"),
         "generation/": Metric(""),

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import nemorl
 from nemorl.runtime.cli import main as cli
+from nemorl.runtime.config.grpo import OnlineConfig
 from nemorl.runtime.config.tree import dump_yaml
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.shared import CACHE, shared_replicas
@@ -25,6 +26,7 @@ from tests.runtime.runs import (
     lines,
     numbers,
     of_phase,
+    ppo_config,
     preference_rows,
     rows_file,
     saved_model,
@@ -65,6 +67,25 @@ COMMANDS = {
         "4",
         "--kl.coef",
         "0.02",
+    ],
+    "ppo": [
+        "ppo",
+        *COMMON,
+        *BRIEF[:2],
+        "--reward",
+        "contains_answer",
+        "--num-prompts-per-step",
+        "16",
+        "--train-global-batch-size",
+        "8",
+        "--critic.warmup-steps",
+        "1",
+        "--optimizer.lr",
+        "1e-3",
+        "--critic.lr",
+        "1e-3",
+        "--run.samples-per-step",
+        "16",
     ],
     "dpo": ["dpo", *COMMON, "--train-global-batch-size", "16", "--optimizer.lr", "1e-3"],
     "rm": ["rm", *COMMON, "--train-global-batch-size", "16", "--optimizer.lr", "1e-3"],
@@ -238,7 +259,7 @@ def ranked(make: Any, place: Path, folder: Path, **options: Any) -> Any:
 
 
 def in_tests(config: Any, **options: Any) -> nemorl.TrainResult:
-    reward = {"reward": digits} if isinstance(config, nemorl.GRPOConfig) else {}
+    reward = {"reward": digits} if isinstance(config, OnlineConfig) else {}
     return nemorl.run(config, train=addition_rows(), **reward, **options)
 
 
@@ -273,6 +294,15 @@ def test_a_reward_model_on_two_ranks_is_that_of_one(plan: str, place: Path, tmp_
     flags = f"--parallel.{plan} 2 --trainer.sequence-packing".split()
     assert cli.main(arguments("rm", place, tmp_path, *flags)) == 0
     assert_as_in_one_process("rm", place, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan", ["--parallel.dp-shard 2", "--parallel.tp 2 --critic.own-ranks --runtime.oversubscribe"]
+)
+def test_a_critic_on_the_policy_s_ranks_or_its_own(plan: str, place: Path, tmp_path: Path):
+    assert cli.main(arguments("ppo", place, tmp_path, *plan.split())) == 0
+    assert_as_in_one_process("ppo", place, tmp_path)
 
 
 @pytest.mark.slow
@@ -346,17 +376,20 @@ def test_experts_generate_and_learn(replay: bool, experts: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("backend", "plan"),
+    ("make", "backend", "plan"),
     [
-        ("dtensor", {"dp_shard": 2}),
-        pytest.param("megatron", {"tp": 2}, marks=pytest.mark.slow),
-        pytest.param("megatron", {"tp": 2, "pp": 2}, marks=pytest.mark.slow),
+        (grpo_config, "dtensor", {"dp_shard": 2}),
+        pytest.param(ppo_config, "dtensor", {"dp_shard": 2}, marks=pytest.mark.slow),
+        pytest.param(grpo_config, "megatron", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param(grpo_config, "megatron", {"tp": 2, "pp": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_vllm_beside_ranks(backend: str, plan: dict[str, int], place: Path, tmp_path: Path):
+def test_vllm_beside_ranks(
+    make: Any, backend: str, plan: dict[str, int], place: Path, tmp_path: Path
+):
     """Its weights are the ranks', after every step: sampler and trainer agree on every token."""
     config = ranked(
-        grpo_config,
+        make,
         place,
         tmp_path / "run",
         generation=VLLM | {"engine": CACHE},

@@ -23,6 +23,10 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": "grpo",
         "options": UPDATES | REFERENCE,
     },
+    "ppo with several passes, and its critic": {
+        "algorithm": "ppo",
+        "options": {"train_global_batch_size": 8, "num_updates_per_batch": 2},
+    },
     "dpo with a reference at hand": {"algorithm": "dpo"},
     "dpo with a reference computed before, at once again after the kill": {
         "algorithm": "dpo",

@@ -1,7 +1,7 @@
 """Which models are supported, and the one error for what can't be loaded. Free of torch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -267,6 +267,26 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         if lacks and not ids:
             raise ValueError("it has no tokenizer.json, and no tokens for text")
     return tokenizer
+
+
+PROBE = "The café's 12 + 34 = 46; naïve “quotes”, 日本語 Привет\n\tdef f(x): return x**2 != [1]"
+"""A text that different tokenizers split differently."""
+
+
+def reader(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    """Return what makes token ids of a text, without special ones around it."""
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def require_same_tokens(
+    field: str, tokenizer: Any, read: Callable[[str], Sequence[int]], texts: Sequence[str] = ()
+) -> None:
+    """Raise ValueError unless another model reads texts as a tokenizer does."""
+    for text in (PROBE, *texts):
+        own, theirs = reader(tokenizer)(text), [*read(text)]
+        remedy = "take a model of the same family"
+        must = f"must have the policy's tokenizer, which reads {text!r} as {own}"
+        require(own == theirs, field, must, theirs, remedy)
 
 
 def check_vocabulary(model: Any, tokenizer: Any) -> None:

@@ -155,11 +155,10 @@ class ScoreServer(Server):
         require(name in known, url, f"must serve {name!r}", [*known], "name one behind #")
         return cls(url=place, model=name), known[name]
 
-    async def tokens(self, text: str) -> list[int]:
+    def tokens(self, text: str) -> list[int]:
         """Return a text's token ids, without special ones around it."""
         place = self.url.rstrip("/").removesuffix("/v1") + "/tokenize"
-        found = await _ask(self, place, prompt=text, add_special_tokens=False)
-        return list(found["tokens"])
+        return list(ask(_ask(self, place, prompt=text, add_special_tokens=False))["tokens"])
 
     async def score(
         self, token_ids: Sequence[Sequence[int]], *, top_k: int = 0, kind: Any = None

@@ -8,15 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemorl.checks import require
 from nemorl.data.batch import TokenBatch, take
 from nemorl.losses import advantages as adv
 from nemorl.losses.types import LossOutput, Needs, finalize, mean_of, needs
 from nemorl.losses.value import explained_variance, value_loss
-from nemorl.models.hub import load_tokenizer, model_folder
+from nemorl.models.hub import load_tokenizer, model_folder, reader, require_same_tokens
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.runtime.algorithms import policy_loss, responses
-from nemorl.runtime.algorithms.teachers import PROBE
 from nemorl.runtime.config.ppo import GAEAdvantage, PPOConfig
 from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import beside
@@ -78,12 +76,8 @@ def check_critic(run: Run[PPOConfig], model: str) -> None:
     folder, trust = model_folder(model, field="critic.model"), run.config.model.trust_remote_code
     if Path(folder).is_dir() and not any(Path(folder).glob("tokenizer*")):
         return
-    own, theirs = (
-        tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-        for tokenizer in (run.tokenizer, load_tokenizer(folder, trust_remote_code=trust))
-    )
-    must = f"must have the policy's tokenizer, which reads {PROBE!r} as {own}"
-    require(own == theirs, "critic.model", must, theirs, "take a model of the same family")
+    theirs = reader(load_tokenizer(folder, trust_remote_code=trust))
+    require_same_tokens("critic.model", run.tokenizer, theirs)
 
 
 def estimated(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,13 @@ from nemorl.losses.advantages import opd
 from nemorl.losses.distillation import distillation_topk
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.types import LossOutput, mean_of, needs
-from nemorl.models.hub import load_tokenizer, max_positions, model_folder
+from nemorl.models.hub import (
+    load_tokenizer,
+    max_positions,
+    model_folder,
+    reader,
+    require_same_tokens,
+)
 from nemorl.models.source import ModelSource
 from nemorl.parallel.backend import ForwardOutput, LossFn, Needs
 from nemorl.rollout.episodes import with_environment_tools
@@ -32,99 +38,85 @@ from nemorl.runtime.run.parts import live_engine
 
 Said = tuple[Int[Tensor, "batch seq k"], Float[Tensor, "batch seq k"]]
 """The tokens that a teacher compares at each place, and its log-probabilities of them."""
-PROBE = "The café's 12 + 34 = 46; naïve “quotes”, 日本語 Привет\n\tdef f(x): return x**2 != [1]"
-"""A text that different tokenizers split differently."""
 
 
 class Teachers:
-    """The teachers of a run, by name."""
+    """The teachers of a run, by name. A row of the data chooses one by its column `teacher`, and
+    may have a prompt for it, `teacher_prompt`.
+    """
 
     def __init__(self, run: Run[DistillConfig], stack: ExitStack) -> None:
         self.run, self.config, self.stack = run, run.config.teacher, stack
-        kind = run.config.distillation
-        self.top_k = (
-            kind.top_k or run.launch.of_model.vocab_size if isinstance(kind, TopTokens) else 0
-        )
+        self.kind, kind = LogprobKind(run.config.generation.temperature), run.config.distillation
+        self.top_k = 0
         """How many tokens are compared; 0: the sampled one."""
-        self.kind = LogprobKind(run.config.generation.temperature)
-        for_rows(first_of(run.rows), self.check_row)
-        checked = {name: self.check(model) for name, model in self.config.models.items()}
-        self.scorers = {name: self.load(name, found) for name, found in checked.items()}
+        if isinstance(kind, TopTokens):
+            self.top_k = kind.top_k or run.launch.of_model.vocab_size
+        self.rows = first_of(run.rows)
+        for_rows(self.rows, self.check_row)
+        found = {name: self.checked(model) for name, model in self.config.models.items()}
+        self.scorers = {name: self.load(name, model) for name, model in found.items()}
 
     def check_row(self, row: Any) -> None:
         """Refuse a row that names no teacher, or tells the student's own weights nothing new."""
-        models, names = self.config.models, [*self.config.models]
-        name = "" if names == [""] else str(row.get(self.config.column))
-        must, remedy = f"must be one of {', '.join(names)}", f"name one{closest(name, names)}"
-        require(name in names, f"the column {self.config.column}", must, name, remedy)
-        told = row.get(self.config.prompt_column) is not None or models[name] not in (None, LIVE)
-        must = "must have the teacher's prompt where the student teaches itself"
-        column, remedy = f"the column {self.config.prompt_column}", "add it, or --teacher.model"
-        require(told, column, must, None, remedy)
+        models, name = self.config.models, str(row.get("teacher"))
+        if "" in models:
+            name = ""
+        must, remedy = f"must be one of {', '.join(models)}", f"name one{closest(name, models)}"
+        require(name in models, "the column teacher", must, name, remedy)
+        told = row.get("teacher_prompt") is not None or models[name] not in (None, LIVE)
+        must = "must be given where the student teaches itself"
+        require(told, "the column teacher_prompt", must, None, "add it, or --teacher.model")
 
-    def check(self, model: str | None) -> str | ScoreServer | None:
-        """Refuse a teacher that reads other tokens than the student, or too few; return a folder,
-        the model behind a URL, or what is the student itself.
+    def checked(self, model: str | None) -> str | ScoreServer | None:
+        """Return a teacher's folder, the model behind its URL, or what is the student itself.
+
+        Raises: ValueError for one that reads other tokens than the student, or too few.
         """
         if model in (None, LIVE):
             return model
         found: Any
+        read: Callable[[str], Sequence[int]]
         if model.startswith("http"):
             found, positions = ask(ScoreServer.find(model))
+            read = found.tokens
         else:
             found, trust = model_folder(model), self.run.config.model.trust_remote_code
-            tokenizer = load_tokenizer(found, trust_remote_code=trust)
+            read = reader(load_tokenizer(found, trust_remote_code=trust))
             of_model = model_config_of(found, trust_remote_code=trust)
             positions = of_model and max_positions(of_model)
-
-        def read(text: str) -> list[int]:
-            if isinstance(found, ScoreServer):
-                return ask(found.tokens(text))
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-        must = f"must have the {self.longest} positions of the longest row that it scores"
-        fits, remedy = positions is None or self.longest <= positions, "shorten the rows"
-        require(fits, f"teacher.model {model}", must, positions, remedy)
-        prompts = self.prompts(first_of(self.run.rows)[:3])
-        for text in [PROBE, *map(self.run.tokenizer.decode, prompts)]:
-            own = self.run.tokenizer(text, add_special_tokens=False)["input_ids"]
-            theirs, remedy = read(text), "take a teacher of the same family"
-            must = f"must have the student's tokenizer, which reads {text!r} as {own}"
-            require(own == theirs, f"teacher.model {model}", must, theirs, remedy)
+        field, prompts = f"teacher.model {model}", self.prompts(self.rows[:3])
+        told = [row for row in self.rows if row.get("teacher_prompt") is not None]
+        pairs = zip(self.prompts(told, told=True), self.prompts(told), strict=True)
+        longest = self.run.config.data.max_total_sequence_length
+        longest += max((len(ids) - len(own) for ids, own in pairs), default=0)
+        must, fits = f"must have {longest} positions, for the longest row", positions or longest
+        require(longest <= fits, field, must, positions, "shorten the rows")
+        texts = [self.run.tokenizer.decode(ids) for ids in prompts]
+        require_same_tokens(field, self.run.tokenizer, read, texts)
         if isinstance(found, ScoreServer):
-            ask(found.score([own], top_k=self.top_k, kind=self.kind))
+            ask(found.score(prompts, top_k=self.top_k, kind=self.kind))
         return found
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that a teacher may have to score."""
-        rows = [row for row in first_of(self.run.rows) if row.get(self.config.prompt_column)]
-        pairs = zip(self.prompts(rows, told=True), self.prompts(rows), strict=True)
-        more = max((len(told) - len(own) for told, own in pairs), default=0)
-        return self.run.config.data.max_total_sequence_length + max(0, more)
 
     def load(self, name: str, model: str | ScoreServer | None) -> Callable[[TokenBatch], Said]:
         """Return what scores a batch with a sequence in each row."""
         run, config = self.run, self.run.config
         if isinstance(model, ScoreServer):
             return partial(self.scored, model)
-        if model is not None and self.config.engine is not None:
-            own = replace(config.generation, backend=self.config.engine)
-            shares = not self.config.own_devices
-            own = generation_config(
-                replace(config, generation=own), run.launch.directory, run.launch.devices
-            )
-            trust = config.model.trust_remote_code
-            source = ModelSource(model, device=config.trainer.device, trust_remote_code=trust)
-            live = live_engine(run.others, replace(own, colocated=shares), model=source)
-            engine = self.stack.enter_context(live)
-            engine.sleep()
-            return partial(self.scored, engine)
         if model == LIVE:
             return lambda batch: self.computed(run.trainer, batch)
-        made: Any = {"trains": False, "own_ranks": self.config.own_devices}
-        name = f"teacher_{name}" if name else "teacher"
-        return partial(self.computed, run.backend(name, model=model, **made))
+        if model is None or self.config.engine is None:
+            made: Any = {"trains": False, "own_ranks": self.config.own_devices}
+            name = f"teacher_{name}" if name else "teacher"
+            return partial(self.computed, run.backend(name, model=model, **made))
+        shares, trust = not self.config.own_devices, config.model.trust_remote_code
+        own = replace(config.generation, backend=self.config.engine, colocated=shares)
+        config = replace(config, generation=own)
+        engines = generation_config(config, run.launch.directory, run.launch.devices)
+        source = ModelSource(model, device=config.trainer.device, trust_remote_code=trust)
+        engine = self.stack.enter_context(live_engine(run.others, engines, model=source))
+        engine.sleep()
+        return partial(self.scored, engine)
 
     def computed(self, backend: Any, batch: TokenBatch) -> Said:
         """Return what a training backend says."""
@@ -162,7 +154,7 @@ class Teachers:
         seen, later = self.seen(apart, of)
         order, said = list[int](), list[Said]()
         for name, score in self.scorers.items():
-            mine = [i for i, row in enumerate(of) if not name or row[self.config.column] == name]
+            mine = [i for i, row in enumerate(of) if not name or row["teacher"] == name]
             if mine:
                 order += mine
                 said.append(score(take(seen, mine)))
@@ -185,7 +177,7 @@ class Teachers:
         """Return a batch, with a sequence in each row, under the prompts for teachers, and how many
         tokens later each response stands there.
         """
-        if all(row.get(self.config.prompt_column) is None for row in rows):
+        if all(row.get("teacher_prompt") is None for row in rows):
             return batch, torch.zeros(len(rows), dtype=torch.long)
         examples, later = list[Example](), list[int]()
         samples, own = self.run.config.responses == "student", self.prompts(rows)
@@ -210,7 +202,7 @@ class Teachers:
         """
 
         def for_teacher(row: Any) -> Any:
-            prompt = row.get(self.config.prompt_column)
+            prompt = row.get("teacher_prompt")
             if isinstance(prompt, str) and not isinstance(own := prompt_of(row), str):
                 before = [each for each in own if each["role"] in ("system", "developer")]
                 prompt = [*before, {"role": "user", "content": prompt}]

@@ -33,21 +33,13 @@ class TeacherConfig:
     """
     own_devices: bool = False
     """Give it devices of its own; else it shares the student's, in turns."""
-    column: str = "teacher"
-    """Column that names each row's teacher, where there are several."""
-    prompt_column: str = "teacher_prompt"
-    """Column of a prompt, with hints or examples, that the teacher reads in place of the student's.
-    """
 
     def __post_init__(self) -> None:
-        apart, models = self.engine is not None or self.own_devices, {*self.models.values()}
-        served = any(str(name).startswith("http") for name in models)
-        remedy = "the server has its own: remove it"
-        for given, name in ((self.engine, "engine"), (self.own_devices, "own_devices")):
-            require(not (given and served), f"teacher.{name}", "is not for a URL", given, remedy)
-        must = "must name a model for teacher.engine and teacher.own_devices"
-        student = bool(models & {LIVE, None})
-        require(not (student and apart), "teacher.model", must, self.model, "name its folder")
+        own = self.engine is not None or self.own_devices
+        folders = all(str(each) not in (LIVE, "None") for each in self.models.values())
+        fits = folders and not any(str(each).startswith("http") for each in self.models.values())
+        must = "must be a folder for teacher.engine and teacher.own_devices"
+        require(fits or not own, "teacher.model", must, self.model, "name one, or remove these")
 
     @property
     def models(self) -> Mapping[str, str | None]:
@@ -113,10 +105,8 @@ class DistillConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(0, reward_coef=self.reward_coef)
-        sampling = self.generation
-        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            given, must = getattr(sampling, name), "must be off, as the divergence is of all tokens"
-            require(given == off, f"generation.{name}", must, given, f"set it to {off}")
+        must, names = "must be off, as all tokens are compared", ["top_k", "top_p", "min_p"]
+        refuse_unused("generation", self.generation, must, "remove it", names=names)
         given, must = self.off_policy.proximal, "must be recompute for distill"
         require(given == "recompute", "off_policy.proximal", must, given, "remove it")
         if self.responses == "data":

@@ -57,7 +57,7 @@ def page() -> str:
         if algorithm.config.__module__.startswith("nemorl.")
     }
     shared = {field.name: hint for field, hint in fields_of(BaseConfig)}
-    parts = [INTRODUCTION]
+    parts, places = [INTRODUCTION], dict[str, str]()
     for name, hint in shared.items():
         parts.append(section(f"## `{name}`", name, hint))
     for name, cls in configs.items():
@@ -65,11 +65,15 @@ def page() -> str:
         own = [(field, hint) for field, hint in fields_of(cls) if field.name not in shared]
         values = [(field, hint) for field, hint in own if not variants(hint)]
         parts.append(table(cls, values, ""))
-        parts += [
-            section(f"### `{key_of(field.name)}`", key_of(field.name), hint)
-            for field, hint in own
-            if variants(hint)
-        ]
+        alike = dict[str, list[str]]()
+        for key, hint in ((key_of(field.name), hint) for field, hint in own if variants(hint)):
+            if (
+                place := places.setdefault(text := section(f"### `{key}`", key, hint), name)
+            ) == name:
+                parts.append(text)
+            else:
+                alike.setdefault(place, []).append(f"`{key}`")
+        parts += [f"{', '.join(keys)}: as of `nemorl {one}`.\n" for one, keys in alike.items()]
     lines = re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).split("\n")
     return "\n".join(
         textwrap.fill(

@@ -26,13 +26,13 @@ def distill(run: Run[DistillConfig]) -> None:
     validate = run.questions(answered)
     judge_nothing(run)
     with open_teachers(run) as teach:
-        if samples := config.responses == "student":
+        if config.on_policy:
             prompts = run.prompts()
         else:
             examples, found = demonstrations(run, "train", run.rows)
             order = run.order(found)
         for step in run.steps(config.max_num_steps, validate=validate):
-            if samples:
+            if config.on_policy:
                 rollouts = step.sample(prompts, count=count, n=config.num_generations_per_prompt)
                 batch = with_logprobs(run, rollouts.to_batch(), several=several)
                 trains = batch.loss_mask & trained_rows(config, rollouts)[:, None]

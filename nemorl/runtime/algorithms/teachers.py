@@ -180,7 +180,7 @@ class Teachers:
         if all(row.get("teacher_prompt") is None for row in rows):
             return batch, torch.zeros(len(rows), dtype=torch.long)
         examples, later = list[Example](), list[int]()
-        samples, own = self.run.config.responses == "student", self.prompts(rows)
+        samples, own = self.run.config.on_policy, self.prompts(rows)
         begins = batch.response_mask.long().argmax(-1).tolist()
         for i, told in enumerate(self.prompts(rows, told=True)):
             begin, length = begins[i], int(batch.lengths[i])
@@ -225,7 +225,7 @@ def open_teachers(run: Run[DistillConfig]) -> Iterator[Teachers]:
 
 def make_loss(config: DistillConfig) -> LossFn:
     """Return the configured loss of a part of a batch that teachers have scored."""
-    kind, top, samples = config.distillation, None, config.responses == "student"
+    kind, top, samples = config.distillation, None, config.on_policy
     entropy = samples and config.entropy_coef is not None
     if isinstance(kind, TopTokens):
         top = {name: getattr(kind, name) for name in ("direction", "mix", "outside")}

@@ -96,6 +96,9 @@ COMMON = {
     "teacher.model",
     "teacher.engine",
     "distillation.name",
+    "critic.model",
+    "critic.warmup_steps",
+    "advantage.lam",
 }
 """Settings of sections that `--help` shows."""
 RARE = {

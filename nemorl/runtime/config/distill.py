@@ -88,14 +88,14 @@ class TopTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(OnlineConfig):
-    """Distillation: a student learns a teacher's probabilities of the tokens of its responses."""
+    """Learning from a teacher, which scores the tokens of the student's responses."""
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     distillation: Annotated[SampledTokens | TopTokens, Field(discriminator="name")] = field(
         default_factory=SampledTokens
     )
-    responses: Literal["student", "data"] = "student"
-    """Whose responses the student learns on: its own, or those of data.train (as for sft)."""
+    on_policy: bool = True
+    """Learn on the student's own responses; else on those of data.train, as for sft."""
     reward_coef: float = 0.0
     """Weight of the advantages of rewards. 0: rewards of rows with an answer are only measured."""
     advantage: AdvantageConfig = field(default_factory=GroupAdvantage)
@@ -109,14 +109,14 @@ class DistillConfig(OnlineConfig):
         refuse_unused("generation", self.generation, must, "remove it", names=names)
         given, must = self.off_policy.proximal, "must be recompute for distill"
         require(given == "recompute", "off_policy.proximal", must, given, "remove it")
-        if self.responses == "data":
-            must = "has no use with responses data, which samples nothing"
+        if not self.on_policy:
+            must = "has no use without on_policy, where nothing is sampled"
             refuse_unused("", self, must, "remove it", names=SAMPLING)
             fits, kind = isinstance(self.distillation, TopTokens), self.distillation.name
-            must, remedy = "must be top_k with responses data", "add --distillation top_k"
+            must, remedy = "must be top_k without on_policy", "add --distillation top_k"
             require(fits, "distillation", must, kind, remedy)
         if self.reward_coef:
             check_groups(self)
 
     def generates(self, *, answers: bool) -> bool:
-        return self.responses == "student" or answers
+        return self.on_policy or answers

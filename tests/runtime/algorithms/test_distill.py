@@ -153,7 +153,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "top_k": {"distillation": TopTokens(top_k=K)},
     "forward over all": {"distillation": TopTokens(top_k=None, direction="forward")},
     "Jensen-Shannon": {"distillation": TopTokens(top_k=K, direction="jensen_shannon")},
-    "of data": {"distillation": TopTokens(top_k=K), "responses": "data"},
+    "of data": {"distillation": TopTokens(top_k=K), "on_policy": False},
     "with a reward": {
         "reward_coef": 0.1,
         "num_generations_per_prompt": 2,
@@ -257,8 +257,8 @@ def refused(config: Any, place: Path, rows: Any, match: str) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"max_model_len": 16}, r"teacher.model http.* must have the 32 positions"),
-        ({"tokens": [1, 2]}, r"must have the student's tokenizer, which reads .The caf"),
+        ({"max_model_len": 16}, r"teacher.model http.* must have 32 positions"),
+        ({"tokens": [1, 2]}, r"must have the policy's tokenizer, which reads .The caf"),
         (
             {"logprobs": None},
             r"must answer with log-probabilities of the prompt",
@@ -291,7 +291,7 @@ def test_teachers_and_rows_that_do_not_fit_are_refused(place: Path, tmp_path: Pa
     rows, teacher = addition_rows(), str(place / "teacher")
     both = TeacherConfig(model={"a": teacher, "b": teacher})
     for options, found, match in (
-        ({"teacher": TeacherConfig()}, rows, r"row 1: the column teacher_prompt must have"),
+        ({"teacher": TeacherConfig()}, rows, "row 1: the column teacher_prompt must be given"),
         ({"teacher": TeacherConfig(model="self")}, rows, r"add it, or --teacher.model"),
         ({"teacher": both}, rows, "the column teacher must be one of a, b"),
         ({"teacher": both}, [{**rows[0], "teacher": "c"}], "a, b, but it is 'c'"),
@@ -300,22 +300,22 @@ def test_teachers_and_rows_that_do_not_fit_are_refused(place: Path, tmp_path: Pa
         refused(distill_config(tmp_path, **options), place, found, match)
     short = saved_model(tmp_path / "short", max_position_embeddings=16)
     config = distill_config(tmp_path / "run", teacher=TeacherConfig(model=str(short)))
-    refused(config, place, rows, "must have the 32 positions of the longest row that it scores")
+    refused(config, place, rows, "must have 32 positions, for the longest row")
     other, tokenizer = saved_model(tmp_path / "other"), load_tokenizer(teacher)
     tokenizer.add_tokens(["The caf"])
     tokenizer.save_pretrained(other)
     config = distill_config(tmp_path / "run", teacher=TeacherConfig(model=str(other)))
-    refused(config, place, rows, "must have the student's tokenizer")
+    refused(config, place, rows, "must have the policy's tokenizer")
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"generation": nemorl.GenerationConfig(top_p=0.9)}, "generation.top_p must be off"),
-        ({"responses": "data"}, "distillation must be top_k with responses data"),
+        ({"on_policy": False}, "distillation must be top_k without on_policy"),
         (
-            {"responses": "data", "distillation": TopTokens(), "reward_coef": 1.0},
-            "reward_coef has no use with responses data",
+            {"on_policy": False, "distillation": TopTokens(), "reward_coef": 1.0},
+            "reward_coef has no use without on_policy",
         ),
         ({"reward_coef": 1.0}, "num_generations_per_prompt must be at least 2"),
         ({"off_policy": nemorl.OffPolicyConfig(proximal="interpolate")}, "must be recompute"),
@@ -329,9 +329,9 @@ def test_settings_that_contradict_each_other_are_refused(options: Any, match: st
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"model": "http://a/v1", "engine": "vllm"}, "teacher.engine is not for a URL"),
-        ({"model": "self", "own_devices": True}, "teacher.model must name a model"),
-        ({"engine": "vllm"}, "teacher.model must name a model"),
+        ({"model": "http://a/v1", "engine": "vllm"}, "teacher.model must be a folder"),
+        ({"model": "self", "own_devices": True}, "teacher.model must be a folder"),
+        ({"engine": "vllm"}, "teacher.model must be a folder"),
     ],
 )
 def test_teachers_that_contradict_themselves_are_refused(options: Any, match: str):

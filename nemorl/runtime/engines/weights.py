@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -489,7 +489,6 @@ class WeightSender:
     def _noted(
         self, weights: Iterable[tuple[str, Tensor]], sent: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Cast weights to the engines' type, and keep a checksum of each."""
         for name, tensor in weights:
             cast = tensor.detach().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
             sent[name] = tensor_checksum(cast)
@@ -506,7 +505,6 @@ class WeightSender:
         return UpdateReceipt(version=self.version, failed={}, wrong=wrong, num_weights=len(sent))
 
     def start(self, method: str, *args: Any) -> dict[int, Any]:
-        """Call a method of each engine, and return the calls by rank."""
         return {rank: one.call.remote(method, *args) for rank, one in self.actors.items()}
 
     def wait(self, calls: Mapping[int, Any]) -> dict[int, Any]:
@@ -646,24 +644,6 @@ class HasWeights(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-@runtime_checkable
-class SendsWeights(Protocol):
-    """A trainer whose weights are in other processes, as `RankedTrainer`."""
-
-    def send_weights(
-        self,
-        send: Callable[[Iterator[tuple[str, Tensor]]], Any],
-        *,
-        dtype: torch.dtype | None = None,
-        on_all_ranks: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Return `send(weights)` of rank 0, with the weights gathered in `dtype`.
-
-        on_all_ranks: all ranks call it. options: of the backend's `weights`, such as `adapters`.
-        """
-
-
 class TrainerWeights(WeightSource):
     """The weights of a trainer after its last step; their version is its `step`.
 
@@ -674,8 +654,7 @@ class TrainerWeights(WeightSource):
 
     def __init__(self, trainer: HasWeights) -> None:
         self.trainer = trainer
-        turn = trainer.turn if isinstance(trainer, InTurns) else nullcontext()
-        self._turn: AbstractContextManager[Any] = turn
+        self._turn: Any = trainer.turn if isinstance(trainer, InTurns) else nullcontext()
 
     def newest(self) -> tuple[int, Iterator[tuple[str, Tensor]]]:
         with self._turn:
@@ -691,10 +670,11 @@ class TrainerWeights(WeightSource):
         options: Any = {} if adapters == "merged" else {"adapters": adapters}
         with self._turn:
             version = self.trainer.step
-            if isinstance(self.trainer, SendsWeights):
+            send = getattr(self.trainer, "send_weights", None)
+            if send is not None:  # the weights are in other processes
                 if isinstance(use, WeightSender):
                     options["on_all_ranks"] = True
-                return self.trainer.send_weights(partial(use, version), dtype=dtype, **options)
+                return send(partial(use, version), dtype=dtype, **options)
             return use(version, iter(self.trainer.weights(**options)))  # perhaps on another thread
 
     def _unchanged(self, version: int) -> Iterator[tuple[str, Tensor]]:

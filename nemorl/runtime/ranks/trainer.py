@@ -116,8 +116,11 @@ class RankedTrainer(InTurns):
         try:
             self._ranks.open()
             self._call("setup", config)
-            trust = config.model.trust_remote_code
-            self._model = structure(config.model.path, trust_remote_code=trust, head=config.head)
+            self._model = structure(
+                config.model.path,
+                trust_remote_code=config.model.trust_remote_code,
+                head=config.head,
+            )
         except BaseException:
             if not self._name:  # models beside it end no ranks
                 self._ranks.end()
@@ -185,8 +188,10 @@ class RankedTrainer(InTurns):
         on_all_ranks: bool = False,
         **options: Any,
     ) -> Any:
-        """As `SendsWeights`. After an error of `send`, which must be picklable, the ranks stay
-        usable.
+        """Return `send(weights)` of rank 0, with the weights gathered in `dtype`. After an error of
+        `send`, which must be picklable, the ranks stay usable.
+
+        on_all_ranks: all ranks call it. options: of the backend's `weights`, such as `adapters`.
         """
         options |= {} if dtype is None else {"dtype": dtype}
         result, error = self._call("send_weights", send, on_all_ranks=on_all_ranks, **options)

@@ -48,8 +48,6 @@ ATTACHED = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",  # or Ray ends this process, unsaved
     "RAY_BACKEND_LOG_LEVEL": "error",  # why it cannot attach is our error
 }
-PROBE_S = 4.0
-"""Longest wait for the head of a cluster to take a connection."""
 LONGEST_PATH = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 """Of Ray's folder, in bytes: a Unix socket's has at most 107."""
 GUARD = """
@@ -103,9 +101,9 @@ def connect(
 ) -> None:
     """Connect to Ray until the last user calls `release`.
 
-    To this process's cluster, the one at `address` or RAY_ADDRESS, or a local one with so many CPUs
-    and GPUs (None: the machine's). timeout_s: longest start of a local one, the user's `setting`.
-    Raises RayClusterError.
+    To this process's cluster, the one at `address` or RAY_ADDRESS ("auto": the one on this
+    machine), or a local one with so many CPUs and GPUs (None: the machine's). timeout_s: longest
+    start of a local one, the user's `setting`. Raises RayClusterError.
     """
     with _LOCK:
         if not ray.is_initialized():
@@ -293,7 +291,7 @@ def _handlers() -> Iterator[None]:
 
 def _probe(address: str) -> None:
     host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=4.0).close()
 
 
 DRIVER = "driver"
@@ -357,14 +355,9 @@ class Placement:
 
 
 class RayVirtualCluster:
-    """Named groups of bundles, reserved together or not at all.
+    """Named groups of bundles, reserved together or not at all, on the cluster of `connect`.
 
-    On the cluster that this process is connected to, the one at RAY_ADDRESS ("auto": the one on
-    this machine), or a local one of `num_cpus` and `num_gpus` (None: the machine's), which ends
-    with its last user.
-
-    Raises ResourcesError where the bundles find no room within `timeout_s`, and RayClusterError
-    where Ray cannot be reached or started.
+    Raises ResourcesError where the bundles find no room within `timeout_s`, and RayClusterError.
     """
 
     def __init__(
@@ -414,7 +407,6 @@ class RayVirtualCluster:
         return group
 
     def placement(self, name: str) -> Placement:
-        """Return where the bundles of this name are."""
         require(name in self._bundles, "name", f"must be one of {', '.join(self._bundles)}", name,
                 "use a name that the cluster was made with")  # fmt: skip
         names = [one for one, of_name in self._bundles.items() for _ in of_name]
@@ -508,19 +500,19 @@ def _nodes() -> list[Any]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def smallest_of_cluster(bundles: Sequence[Bundle], timeout_s: float = 60) -> int | None:
+def smallest_of_cluster(bundles: Sequence[Bundle]) -> int | None:
     """Return the memory in bytes of the smallest GPU, of one on each node that bundles take; None
     where it is not known.
     """
     with (
         suppress(ResourcesError, RayError),  # such as a node without nemorl
-        RayVirtualCluster({"asked": bundles}, timeout_s=timeout_s) as cluster,
+        RayVirtualCluster({"asked": bundles}) as cluster,
     ):
         placement = cluster.placement("asked")
         of_nodes = {node: number for number, node in enumerate(placement.nodes)}
         memory = ray.remote(_gpu_memory).options
         asked = [memory(**placement.options(number)).remote() for number in of_nodes.values()]
-        return min(ray.get(asked, timeout=timeout_s)) or None
+        return min(ray.get(asked, timeout=60)) or None
     return None
 
 

@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ray
@@ -235,7 +234,7 @@ def _class_of(kind: type) -> type:
 def _sent(make: Callable[..., Any], kind: type) -> bytes:
     """Pickle a class or factory, by value if it is the user's."""
     own = {sys.modules.get(getattr(each, "__module__", "")) for each in (make, kind)}
-    mine = [each for each in own if each is not None and _is_own(each)]
+    mine = [each for each in own if _is_own(each)]
     for module in mine:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -245,6 +244,6 @@ def _sent(make: Callable[..., Any], kind: type) -> bytes:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _is_own(module: ModuleType) -> bool:
+def _is_own(module: Any) -> bool:
     file = Path(getattr(module, "__file__", None) or "/site-packages/")
     return "site-packages" not in file.parts and PACKAGE not in file.parents

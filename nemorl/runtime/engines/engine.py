@@ -265,7 +265,6 @@ class VLLMEngine:
         self._llm.abort_request([f"{id}/{j}" for j in range(len(samples))])
 
     def abort_all(self) -> None:
-        """Drop all requests, and the cache."""
         for id in list(self._requests):
             self.abort(id)
         self._llm.reset_prefix_cache()
@@ -478,20 +477,11 @@ def _reason(error: BaseException) -> str:
             ": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")])
             for item in errors()
         )
-    elif "root cause" in text and (cause := _last_error(Path("/proc/self/fd/1"))):
-        text = cause
+    elif "root cause" in text and (output := Path("/proc/self/fd/1")).is_file():
+        log = output.read_text(encoding="utf-8", errors="replace")
+        last = re.compile(r"^.*\] ((?:\w+\.)*\w+(?:Error|Exception): .*)$", re.MULTILINE)
+        text = [text, *last.findall(log)][-1]
     return text if len(text) < 500 else f"{text[:500]} …"  # some list all names that are right
-
-
-def _last_error(output: Path) -> str:
-    if not output.is_file():
-        return ""
-    said = re.findall(
-        r"^.*\] ((?:\w+\.)*\w+(?:Error|Exception): .*)$",
-        output.read_text(encoding="utf-8", errors="replace"),
-        re.MULTILINE,
-    )
-    return said[-1] if said else ""
 
 
 class EngineActor:

@@ -310,7 +310,6 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
             self.inner.shutdown()
 
     def _parts(self) -> list[nn.Module]:
-        """All but tied layers."""
         return [part for part in self.model.children() if part not in (self.tied or ())]
 
 

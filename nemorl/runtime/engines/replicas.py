@@ -93,7 +93,6 @@ class EngineProcesses:
     def __init__(
         self, config: GenerationConfig, spec: EngineSpec, beside: Sequence[Place] = ()
     ) -> None:
-        """beside: ranks, whose GPUs engines share."""
         self.config, self.spec, self.beside = config, spec, beside
         self.running: dict[ProcessId, EngineProcess] = {}
         self._keepers: dict[ProcessId, asyncio.Task[None]] = {}

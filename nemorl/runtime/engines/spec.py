@@ -206,7 +206,15 @@ def check_machine(config: GenerationConfig, model: Any, machine: Machine) -> Non
     if machine.cluster:
         return
     if model is not None and not machine.gpus:
-        check_heads(model)
+        heads = getattr(model, "num_attention_heads", None)
+        size = getattr(model, "head_dim", None) or (heads and model.hidden_size // heads)
+        require(
+            size is None or size in VLLM_CPU_HEADS,
+            "generation.backend",
+            f"must be torch on CPUs for a model with attention heads of {size} dimensions",
+            "vllm",
+            f"vLLM has kernels for {', '.join(map(str, VLLM_CPU_HEADS))}",
+        )
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():  # a cluster of the caller's
         return
@@ -236,17 +244,4 @@ def check_shares(config: GenerationConfig, room: int, ranks: str) -> None:
         config.num_replicas,
         "lower it, generation.tensor_parallel_size or pipeline_parallel_size, use more ranks, or"
         " give engines GPUs of their own (--generation.no-colocated)",
-    )
-
-
-def check_heads(model: Any) -> None:
-    """Raise ValueError if vLLM can't compute a model's attention on CPUs."""
-    heads = getattr(model, "num_attention_heads", None)
-    size = getattr(model, "head_dim", None) or (heads and model.hidden_size // heads)
-    require(
-        size is None or size in VLLM_CPU_HEADS,
-        "generation.backend",
-        f"must be torch on CPUs for a model with attention heads of {size} dimensions",
-        "vllm",
-        f"vLLM has kernels for {', '.join(map(str, VLLM_CPU_HEADS))}",
     )

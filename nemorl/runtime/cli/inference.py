@@ -358,9 +358,9 @@ def export_config(config: ExportConfig) -> Path:
             f"step must be the step of a checkpoint in {directory.checkpoints}, but there is none"
             f" for {config.step}: there are {steps}{unranked}"
         )
-    trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    trusts = config.trust_remote_code
     output, names = Path(config.output), checkpoint.backends_of(found)
-    tokenizer = load_tokenizer(str(directory.path / "tokenizer"), **trust)
+    tokenizer = load_tokenizer(str(directory.path / "tokenizer"), trust_remote_code=trusts)
     require(
         config.backend in names,
         "backend",
@@ -374,7 +374,7 @@ def export_config(config: ExportConfig) -> Path:
         tokenizer,
         lora=config.lora,
         base=config.base_model,
-        **trust,
+        trust_remote_code=trusts,
     )
     return output.resolve()
 
@@ -436,8 +436,8 @@ def _loaded(
         known = (of_model and max_positions(of_model), config.generation.max_model_len)
         longest = min((each for each in known if each), default=None)
         limits = getattr(config, "rollout", RolloutConfig()).limits(longest)
-        made: Any = {"tokenizer": tokenizer, "limits": limits, "shows_tools": True}
-        yield Prompts(rows, token_ids, **made), generator
+        prompts = Prompts(rows, token_ids, tokenizer=tokenizer, limits=limits, shows_tools=True)
+        yield prompts, generator
     finally:
         generator.shutdown()
 

@@ -388,8 +388,7 @@ def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
 
 def keys_named(name: str, keys: Iterable[str]) -> list[str]:
     """Return the keys with this last part, but for those that other libraries call otherwise."""
-    same = [key for key in keys if key.rpartition(".")[2] == name]
-    return [key for key in same if not means_another(name, key)]
+    return [key for key in keys if key.rpartition(".")[2] == name and not means_another(name, key)]
 
 
 def command_of(cls: type) -> str:

@@ -106,7 +106,6 @@ class RayRanks:
 
     @property
     def places(self) -> list[Place]:
-        """Where the ranks are, with their GPUs."""
         found = map(self.workers.info, range(self.size))
         return [Place(one.node, one.host, one.pid, one.gpus) for one in found]
 
@@ -177,8 +176,6 @@ def rank_bundles(
 ) -> list[Bundle]:
     """Return what ranks take of the connected cluster: a bundle, and so a node, for each group of
     parallel.tp.
-
-    engines: those that may share the ranks' GPUs.
     """
     found, device = ray.cluster_resources().get("GPU"), config.trainer.device
     require(device != "cuda" or bool(found), "trainer.device",

@@ -88,7 +88,6 @@ class RandomState(NamedTuple):
         return cls(values, tensors)
 
     def restore(self) -> None:
-        """Set the generators of this machine to this state."""
         version, internal, gauss_next = self.values["python"]
         random.setstate((version, tuple(internal), gauss_next))
         kind, keys, *rest = self.values["numpy"]

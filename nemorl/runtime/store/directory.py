@@ -194,7 +194,6 @@ class RunDirectory:
             append_lines(file, lines)
 
     def read_log(self, record: "RunRecord | None") -> list[dict[str, Any]]:
-        """Return the run's lines of log.jsonl."""
         lines = read_lines(self.log)
         return [line for line in lines if record is None or line.get("run_id") == record.run_id]
 
@@ -415,7 +414,7 @@ class RunRecord:
     total_steps: int | None = None
     """Steps of the whole run, once known."""
     sessions: tuple[float, ...] = ()
-    """Start of each process, in seconds since the epoch."""
+    """Start of each process."""
     ended: float | None = None
     """End of the last process, unless it was killed."""
     pid: int = 0

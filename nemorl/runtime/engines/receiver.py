@@ -34,7 +34,7 @@ from vllm.v1.outputs import LogprobsTensors
 from nemorl.losses.logprobs import filter_logits
 from nemorl.models.tensor_files import tensor_checksum
 from nemorl.runtime.engines.spec import Scoring
-from nemorl.runtime.engines.weights import Bucket, unpacked, uuid_of
+from nemorl.runtime.engines.weights import Bucket, NamedTensor, unpacked, uuid_of
 
 
 class ExpertRecorder:
@@ -207,7 +207,7 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
     """Parameters of layers whose numbers vLLM does not count as they come."""
     loaded: set[str] | None = None
     """Names that vLLM's model says it has loaded; None: it does not say."""
-    arrived: list[tuple[str, Tensor]]
+    arrived: list[NamedTensor]
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -260,12 +260,12 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
     def receive_weights(self, update_info: Bucket) -> None:
         self.model.load_weights(unpacked(update_info))
 
-    def load(self, load: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+    def load(self, load: Any, weights: Iterable[NamedTensor]) -> set[str] | None:
         found = load(self._noted(weights))
         self.loaded = None if found is None or self.loaded is None else self.loaded | set(found)
         return found
 
-    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _noted(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         for name, tensor in weights:
             self.arrived.append((name, tensor_checksum(tensor)))
             yield name, tensor
@@ -348,8 +348,7 @@ class WorkerExtension:
         return found if self.rank == 0 else None
 
     def nemorl_expert_layers(self: Any) -> list[int]:
-        model = self.model_runner.get_model()
-        return [layer.layer_id for layer in expert_layers(model)]
+        return [layer.layer_id for layer in expert_layers(self.model_runner.get_model())]
 
 
 def _packing_kernels(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:

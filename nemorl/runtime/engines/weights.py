@@ -44,6 +44,7 @@ from nemorl.rollout.conversation import with_last
 from nemorl.rollout.generation import GenerationBackend, InFlight, SamplingParams, WeightSource
 from nemorl.runtime.store.files import FailedAlone, reason_of
 
+NamedTensor = tuple[str, Tensor]
 WAYS = {
     "cuda_ipc": "by CUDA IPC, each rank's to engines on its own GPU",
     "nccl": "by NCCL from rank 0's GPU, on which they are gathered one by one",
@@ -166,7 +167,7 @@ class EnginesFailed(Exception):
     """Engines died, hung or raised. Its argument says why, by rank."""
 
 
-def send_by_ipc(sender: Any, weights: Iterable[tuple[str, Tensor]], *, opened: bool = True) -> None:
+def send_by_ipc(sender: Any, weights: Iterable[NamedTensor], *, opened: bool = True) -> None:
     """Send weights on this rank's GPU to engines on the same; a collective call.
 
     opened: whether an engine is on this GPU. Raises EnginesFailed, once all ranks are through, and
@@ -197,7 +198,7 @@ def _given_back(transfer: Any) -> Iterator[None]:
         yield
 
 
-def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+def send_by_nccl(sender: Any, weights: Iterable[NamedTensor]) -> None:
     """Broadcast weights from this GPU to engines on others, which hear before each round which
     weights it has: their order is the backend's.
     """
@@ -218,11 +219,9 @@ def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         sender.finish_weight_update()
 
 
-def buckets(
-    weights: Iterable[tuple[str, Tensor]], num_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets(weights: Iterable[NamedTensor], num_bytes: int) -> Iterator[list[NamedTensor]]:
     """Yield all weights in lists of at least `num_bytes`, but for the last."""
-    part, size = list[tuple[str, Tensor]](), 0
+    part, size = list[NamedTensor](), 0
     for name, tensor in weights:
         part.append((name, tensor))
         size += tensor.nbytes
@@ -300,14 +299,14 @@ class _Source:
     """A WeightSource for vLLM."""
 
     dtype: torch.dtype
-    weights: Iterable[tuple[str, Tensor]]
+    weights: Iterable[NamedTensor]
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         return [ParamMeta(name, self.dtype, tuple(each.shape)) for name, each in self.weights]
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def __iter__(self) -> Iterator[NamedTensor]:
         for name, tensor in self.weights:
             yield name, tensor.detach().to(DEVICE, self.dtype)
 
@@ -357,8 +356,8 @@ def _one_by_one(model: Any) -> Stored:
 
 
 def checked_weights(
-    weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
+    weights: Iterable[NamedTensor], expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[NamedTensor]:
     """Yield the weights before the first unexpected one, and raise ValueError, after the last one,
     that lists all that do not fit.
     """
@@ -419,7 +418,7 @@ class WeightSender:
     """Why engines failed, also where the trainer's end of a transfer hangs."""
     arrived: dict[int, list[list[tuple[str, int]]]] = field(default_factory=dict)
 
-    def __call__(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> UpdateReceipt:
+    def __call__(self, version: int, weights: Iterable[NamedTensor]) -> UpdateReceipt:
         """Return how it went, by checksums of what was sent and what arrived. Raises ValueError for
         weights of another model.
         """
@@ -458,8 +457,8 @@ class WeightSender:
 
     def _send_on_gpus(
         self,
-        checked: Iterator[tuple[str, Tensor]],
-        weights: Iterable[tuple[str, Tensor]],
+        checked: Iterator[NamedTensor],
+        weights: Iterable[NamedTensor],
         transport: Transport,
         **options: bool,
     ) -> None:
@@ -487,8 +486,8 @@ class WeightSender:
                 weights.close()
 
     def _noted(
-        self, weights: Iterable[tuple[str, Tensor]], sent: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
+        self, weights: Iterable[NamedTensor], sent: dict[str, Tensor]
+    ) -> Iterator[NamedTensor]:
         for name, tensor in weights:
             cast = tensor.detach().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
             sent[name] = tensor_checksum(cast)
@@ -550,7 +549,7 @@ class WeightSender:
 
     def _send_buckets(
         self,
-        weights: Iterator[tuple[str, Tensor]] | None,
+        weights: Iterator[NamedTensor] | None,
         adapters: Mapping[str, Tensor],
         sent: dict[str, Tensor],
     ) -> None:
@@ -584,8 +583,8 @@ def _otherwise(sent: Mapping[str, int], arrived: Sequence[tuple[str, int]]) -> s
 
 
 def _without_adapters(
-    weights: Iterable[tuple[str, Tensor]], adapters: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+    weights: Iterable[NamedTensor], adapters: dict[str, Tensor]
+) -> Iterator[NamedTensor]:
     for name, tensor in weights:
         if name.startswith(PREFIX):
             adapters[name] = tensor.detach().to("cpu", copy=True)
@@ -593,7 +592,7 @@ def _without_adapters(
             yield name, tensor
 
 
-def _packed(weights: Iterable[tuple[str, Tensor]]) -> Bucket:
+def _packed(weights: Iterable[NamedTensor]) -> Bucket:
     flat = [(name, tensor.shape, tensor.cpu().contiguous().view(-1)) for name, tensor in weights]
     return [
         (name, each.dtype, tuple(shape), each.view(torch.uint8).numpy())
@@ -601,7 +600,7 @@ def _packed(weights: Iterable[tuple[str, Tensor]]) -> Bucket:
     ]
 
 
-def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+def unpacked(bucket: Bucket) -> Iterator[NamedTensor]:
     """Yield a bucket's tensors, which must not be written to."""
     for name, dtype, shape, data in bucket:
         yield name, torch.from_numpy(data).view(dtype).view(shape)
@@ -641,7 +640,7 @@ class HasWeights(Protocol):
     @property
     def step(self) -> int: ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(self) -> Iterator[NamedTensor]: ...
 
 
 class TrainerWeights(WeightSource):
@@ -656,13 +655,13 @@ class TrainerWeights(WeightSource):
         self.trainer = trainer
         self._turn: Any = trainer.turn if isinstance(trainer, InTurns) else nullcontext()
 
-    def newest(self) -> tuple[int, Iterator[tuple[str, Tensor]]]:
+    def newest(self) -> tuple[int, Iterator[NamedTensor]]:
         with self._turn:
             return self.trainer.step, self._unchanged(self.trainer.step)
 
     def send(
         self,
-        use: Callable[[int, Iterator[tuple[str, Tensor]]], T],
+        use: Callable[[int, Iterator[NamedTensor]], T],
         *,
         dtype: torch.dtype | None = None,
         adapters: Adapters = "merged",
@@ -677,8 +676,8 @@ class TrainerWeights(WeightSource):
                 return send(partial(use, version), dtype=dtype, **options)
             return use(version, iter(self.trainer.weights(**options)))  # perhaps on another thread
 
-    def _unchanged(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        weights: Iterator[tuple[str, Tensor]] | None = None
+    def _unchanged(self, version: int) -> Iterator[NamedTensor]:
+        weights: Iterator[NamedTensor] | None = None
         while True:
             with self._turn:
                 if self.trainer.step != version:
@@ -724,10 +723,8 @@ def check_agreement(
     mask = [False] * len(prompt) + [True] * len(answer.token_ids)
     experts = with_last(answer.routed_experts)
     example = Example(input_ids=tokens, loss_mask=mask, response_mask=mask, routed_experts=experts)
-    batch = collate([example])
-    ours = trainer.get_logprobs(batch).values[0, len(prompt) :].cpu()
-    theirs = torch.tensor(answer.logprobs)
-    worst = float((ours - theirs).abs().max())
+    ours = trainer.get_logprobs(collate([example])).values[0, len(prompt) :].cpu()
+    worst = float((ours - torch.tensor(answer.logprobs)).abs().max())
     if not worst <= AGREEMENT[precision]:
         raise RuntimeError(
             "trainer and generator must give a token the same log-probability, but they differ by"

@@ -29,7 +29,7 @@ from nemorl.parallel.backend import as_training_backend
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.world import start_process_group
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines.weights import BUCKET_BYTES, Place, buckets
+from nemorl.runtime.engines.weights import BUCKET_BYTES, NamedTensor, Place, buckets
 from nemorl.runtime.store.files import FailedAlone, in_words
 
 BACKGROUND = frozenset({"wait_for_checkpoint"})
@@ -57,7 +57,7 @@ class Rank:
         self._backends: dict[str, Any] = {}
         self._name = ""
         """Of the last call that was not in the background."""
-        self._exports: dict[str, Iterator[list[tuple[str, Tensor]]]] = {}
+        self._exports: dict[str, Iterator[list[NamedTensor]]] = {}
 
     @property
     def step(self) -> int:
@@ -118,7 +118,7 @@ class Rank:
         weights = self._ready(self._name).weights(**options)
         self._exports[self._name] = buckets(weights, BUCKET_BYTES)
 
-    def _export_next(self) -> list[tuple[str, Tensor]]:
+    def _export_next(self) -> list[NamedTensor]:
         """Gather some 64 MB more, or nothing at the end."""
         return next(self._exports[self._name], [])
 

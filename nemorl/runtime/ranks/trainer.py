@@ -23,7 +23,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines.weights import Place
+from nemorl.runtime.engines.weights import NamedTensor, Place
 from nemorl.runtime.ranks import torchrun_size
 from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, TorchrunRanks, dumps
 from nemorl.runtime.store.files import raised
@@ -163,7 +163,7 @@ class RankedTrainer(InTurns):
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
         return self._call("get_reference_logprobs", batch)
 
-    def weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
         """Yield the weights as CPU tensors (under torchrun as rank 0 has them), cast to `dtype`.
 
         The iterator may be left at any point. Raises RuntimeError after a step or another export.
@@ -182,7 +182,7 @@ class RankedTrainer(InTurns):
 
     def send_weights(
         self,
-        send: Callable[[Iterator[tuple[str, Tensor]]], Any],
+        send: Callable[[Iterator[NamedTensor]], Any],
         *,
         dtype: torch.dtype | None = None,
         on_all_ranks: bool = False,

@@ -198,8 +198,9 @@ def in_full(
 
 
 def _words(hint: Any) -> tuple[str, ...]:
-    others = [kind for kind in kinds(hint) if kind is not bool]
-    others = [Literal["null"] if kind is NoneType else kind for kind in others]
+    others = [
+        Literal["null"] if kind is NoneType else kind for kind in kinds(hint) if kind is not bool
+    ]
     if bool not in kinds(hint) or any(typing.get_origin(kind) is not Literal for kind in others):
         return ()
     return ("true", "false", *(word for kind in others for word in typing.get_args(kind)))

@@ -19,8 +19,6 @@ from yaml.nodes import MappingNode, ScalarNode
 MAX_TEXT, MAX_VALUES = 10_000_000, 1_000_000
 """Characters of a file, and values with each alias written out."""
 
-_BREAK = re.compile("[\x85\u2028\u2029]")
-
 
 class ConfigError(ValueError):
     """A key or value that a config can't have; `key` is its dotted name."""
@@ -66,7 +64,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
             text = file.read(MAX_TEXT + 1)
         if len(text) > MAX_TEXT:
             raise yaml.YAMLError(f"it has more than {MAX_TEXT} characters")
-        if found := _BREAK.search(text):
+        if found := re.search("[\x85\u2028\u2029]", text):
             line, code = text.count("\n", 0, found.start()) + 1, f"U+{ord(found[0]):04X}"
             raise yaml.YAMLError(f"line {line} has {code}, a line break in YAML 1.1: escape it")
         loader = _Loader(text)

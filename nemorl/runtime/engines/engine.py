@@ -46,8 +46,6 @@ from nemorl.runtime.engines.weights import Bucket, Place, unpacked
 from nemorl.runtime.store.files import temporary_folder
 from nemorl.runtime.workers.worker import begin_worker, free_port
 
-REPORT_TOKENS = 16
-"""A sample's tokens are read after the first and every so many."""
 CPU_DEFAULTS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 30,
@@ -190,7 +188,7 @@ class VLLMEngine:
                 seed=derive_seed(params.seed, j),
                 logprobs=0,
                 flat_logprobs=True,
-                stream_interval=REPORT_TOKENS,
+                stream_interval=16,  # tokens from report to report
                 **common,
             )
             self._requests[id][j].name = self._add(f"{id}/{j}", prompt, own)
@@ -394,8 +392,7 @@ def own_folder() -> Iterator[None]:
             yield
         finally:
             if tempfile.tempdir == str(folder):  # not another engine's
-                tempfile.tempdir = TMPDIR
-                os.environ |= {"TMPDIR": TMPDIR}
+                tempfile.tempdir = os.environ["TMPDIR"] = TMPDIR
 
 
 def _check(spec: EngineSpec, *, cpu: bool) -> None:
@@ -509,12 +506,11 @@ class EngineActor:
         """Start the engine. Raises EngineStartError."""
         self._loop = asyncio.get_running_loop()
         self._engine = await self._loop.run_in_executor(self._thread, self.make, spec)
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return Place(
             node=ray.get_runtime_context().get_node_id(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            gpus=tuple(filter(None, gpus.split(","))),
+            gpus=tuple(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))),
             uuids=self._engine.uuids,
         )
 

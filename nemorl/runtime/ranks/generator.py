@@ -57,21 +57,21 @@ class RankedGenerator(ScheduledBackend):
         """Go on with the trainer's weights as they are now, which need no receipt, or with others,
         which become its.
 
-        Raises: RuntimeError for "wait" where requests are in flight on the trainer's old weights.
+        Raises: RuntimeError for "wait" where requests are in flight on the trainer's old weights;
+        WeightsDiffer where the ranks hold others.
         """
         same = isinstance(source, TrainerWeights) and source.trainer is self.trainer
         version, weights = source.newest()
         with self._scheduler.updating(version, in_flight, shared=same):
             self._order = replace(self._order, anew=True)
             if not same:
-                self._take(dict(checked_weights(weights, self._expected)), version)
+                given = dict(checked_weights(weights, self._expected))
+                found = self.trainer.take_weights(given, version)
+                sent = {
+                    name: sampled(given[name], version).to(one.dtype) for name, one in found.items()
+                }
+                check_held("the ranks", sent, found)
         return version
-
-    def _take(self, weights: dict[str, Tensor], version: int) -> None:
-        """Raises WeightsDiffer where the ranks hold others."""
-        found = self.trainer.take_weights(weights, version)
-        sent = {name: sampled(weights[name], version).to(one.dtype) for name, one in found.items()}
-        check_held("the ranks", sent, found)
 
     def sleep(self) -> None:
         with self._scheduler.lock:

@@ -39,9 +39,8 @@ class LogFile(logging.Handler):
                 append_lines(self.directory.log, [self._line(record)])
 
     def _line(self, record: logging.LogRecord) -> dict[str, Any]:
-        moment = datetime.fromtimestamp(record.created, UTC)
         line = {
-            "time": moment.isoformat(timespec="milliseconds"),
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             **self.fields,
             "logger": record.name,

@@ -256,7 +256,6 @@ class GenerateConfig(AnswerConfig):
         )
 
     def prompts(self) -> list[str]:
-        """Return the prompts given, then the lines of the file that are not empty."""
         if self.file is None:
             return list(self.prompt)
         try:

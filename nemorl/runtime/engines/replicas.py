@@ -76,7 +76,6 @@ class EngineProcess:
     """None: it is not up."""
     busy_s: float = 0.0
     stages: list[Worker] = field(default_factory=list)
-    """The pipeline's later ones."""
     runs: list[asyncio.Future[None]] = field(default_factory=list)
     """Their calls, which end when a stage does."""
 
@@ -334,16 +333,14 @@ class Supply:
         self._source: WeightSource = Weights(version=0, tensors=())
         self._version = 0
         self.sending = threading.RLock()
-        """Held while weights are sent."""
         self._based = set[Any]()
         """Processes that have the weights without adapters."""
         self.transport: Transport | None = None
         self._receipt: UpdateReceipt | None = None
 
     def update(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
-        """Give all replicas that are up the newest weights, and return their version.
-
-        After an error requests in flight fail, and nothing is generated until an update succeeds.
+        """Give all replicas that are up the newest weights, and return their version. An error
+        fails requests in flight.
         """
         router = self._router
         try:

@@ -70,12 +70,10 @@ def seed_generators(seed: int) -> None:
 
 
 class RandomState(NamedTuple):
-    """The state of every global random generator."""
+    """The state of every global random generator, torch's as tensors by device."""
 
     values: dict[str, Any]
-    """Of Python's and numpy's generators."""
     tensors: dict[str, torch.Tensor]
-    """Of torch's generators, by device."""
 
     @classmethod
     def now(cls) -> "RandomState":

@@ -48,7 +48,6 @@ Resume = bool | Literal["auto"]
 """See `RunConfig.resume`."""
 LOCK_NAME = ".lock"
 STEPS_PER_FILE = 100
-"""Steps whose samples are in one file."""
 
 
 @dataclass
@@ -185,8 +184,7 @@ class RunDirectory:
         self._append("the samples", self.samples_file(step), lines)
 
     def append_outcomes(self, step: int, outcomes: Iterable[Mapping[str, Any]]) -> None:
-        file = self.path / "validation" / f"step_{step}.jsonl"
-        self._append("the validation", file, outcomes)
+        self._append("the validation", self.path / "validation" / f"step_{step}.jsonl", outcomes)
 
     def _append(self, what: str, file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         with writing(what, file):

@@ -342,7 +342,6 @@ class Placement:
     nodes: tuple[str, ...]
 
     def options(self, number: int) -> dict[str, Any]:
-        """Return Ray's options of a worker in a bundle."""
         bundle = self.bundles[number]
         return {
             "num_cpus": bundle.cpus,

@@ -206,7 +206,6 @@ class RayWorkerGroup:
         return self._infos[rank]
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Return ranks, processes, hosts and logs, for errors."""
         return " and ".join(str(self._workers[rank]) for rank in ranks)
 
     def call(

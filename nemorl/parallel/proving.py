@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, collate, each_array
-from nemorl.losses.logprobs import LogprobKind
-from nemorl.losses.types import LossOutput, Needs
+from nemorl.losses import LogprobKind, LossOutput, Needs
 from nemorl.models.adapters import full_tensor, live_tensors, merge_folder
 from nemorl.models.capabilities import (
     ASSUMED,

@@ -16,11 +16,14 @@ from nemorl.data.comparisons import Together, collate_together, mismatched
 from nemorl.data.packing import num_segments
 from nemorl.data.preferences import labelled_rows, pair_rows, to_labelled, to_pairs
 from nemorl.data.statistics import Lengths
-from nemorl.losses import preference
-from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
-from nemorl.losses.preference import sequence_logprobs
-from nemorl.losses.supervised import nll
-from nemorl.losses.types import LossOutput
+from nemorl.losses import (
+    LossOutput,
+    nll,
+    preference,
+    sequence_logprobs,
+    sequence_mean_weights,
+    token_mean_weights,
+)
 from nemorl.parallel.backend import ForwardOutput, LossFn, TrainingBackend
 from nemorl.runtime.algorithms.sft import in_chunks
 from nemorl.runtime.config.base import BaseConfig

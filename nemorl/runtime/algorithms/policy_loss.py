@@ -12,12 +12,21 @@ from torch import Tensor
 
 from nemorl.checks import short
 from nemorl.data.batch import TokenBatch
+from nemorl.losses import (
+    LossOutput,
+    entropy_bonus,
+    importance_weights,
+    interpolated_logprobs,
+    kl_loss,
+    log_ratio_penalty,
+    masks,
+    merge,
+    needs,
+    overlong_penalty,
+    policy,
+    sampler_gap,
+)
 from nemorl.losses import advantages as adv
-from nemorl.losses import masks, policy
-from nemorl.losses.advantages import overlong_penalty
-from nemorl.losses.importance import importance_weights, interpolated_logprobs, sampler_gap
-from nemorl.losses.policy import entropy_bonus, kl_loss, log_ratio_penalty
-from nemorl.losses.types import LossOutput, merge, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.calls import name_of
 from nemorl.rollout.collect import Rollouts, turn_numbers, turn_returns

@@ -13,8 +13,7 @@ from nemorl.checks import is_number, require
 from nemorl.data.batch import Example, TokenBatch, round_up
 from nemorl.data.comparisons import Together, collate_together
 from nemorl.data.rows import for_rows
-from nemorl.losses import preference
-from nemorl.losses.types import LossOutput, Needs, finalize, needs
+from nemorl.losses import LossOutput, Needs, finalize, needs, preference
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.runtime.algorithms.comparisons import by_sequence, pairs_of, samples
 from nemorl.runtime.algorithms.sft import in_chunks

@@ -12,10 +12,7 @@ from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.data.datasets import to_examples
 from nemorl.data.packing import merge, split, split_microbatches
 from nemorl.data.rows import origin_of
-from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
-from nemorl.losses.supervised import nll
-from nemorl.losses.types import LossOutput
+from nemorl.losses import Logprobs, LossOutput, nll, sequence_mean_weights, token_mean_weights
 from nemorl.parallel.backend import ForwardOutput, TrainingBackend
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.offline import SFTConfig

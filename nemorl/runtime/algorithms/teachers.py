@@ -15,10 +15,7 @@ from nemorl.data.batch import Example, TokenBatch, collate, pad, take
 from nemorl.data.datasets import prompt_of, to_prompts
 from nemorl.data.packing import pack, segments_apart
 from nemorl.data.rows import first_of, for_rows
-from nemorl.losses.advantages import opd
-from nemorl.losses.distillation import distillation_topk
-from nemorl.losses.logprobs import LogprobKind
-from nemorl.losses.types import LossOutput, mean_of, needs
+from nemorl.losses import LogprobKind, LossOutput, Mean, distillation_topk, needs, opd
 from nemorl.models.hub import (
     load_tokenizer,
     max_positions,
@@ -265,4 +262,5 @@ def distillation_loss(
     mask = batch.loss_weights != 0
     better = opd(batch.teacher_logprobs[..., 0], now, mask)
     result = policy(output, replace(batch, advantages=batch.advantages + coef * better))
-    return replace(result, metrics={**result.metrics, "divergence": mean_of(-better, mask)})
+    gap = {"divergence": Mean(-better.sum(), mask.sum().float())}
+    return replace(result, metrics={**result.metrics, **gap})

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.data.batch import TokenBatch
-from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.types import Metrics, Needs
+from nemorl.losses import Logprobs, Metrics, Needs
 from nemorl.models.causal_lm import Head, from_config
 from nemorl.models.hub import CONFIG, base_of, read_config
 from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn, Output

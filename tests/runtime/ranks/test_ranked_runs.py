@@ -87,6 +87,19 @@ COMMANDS = {
         "--run.samples-per-step",
         "16",
     ],
+    "distill": [
+        "distill",
+        *COMMON,
+        *BRIEF,
+        "--num-prompts-per-step",
+        "8",
+        "--distillation",
+        "top_k",
+        "--distillation.top-k",
+        "8",
+        "--optimizer.lr",
+        "1e-3",
+    ],
     "dpo": ["dpo", *COMMON, "--train-global-batch-size", "16", "--optimizer.lr", "1e-3"],
     "rm": ["rm", *COMMON, "--train-global-batch-size", "16", "--optimizer.lr", "1e-3"],
 }
@@ -100,6 +113,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranked")
     sizes = {"vocab_size": 48, "num_key_value_heads": 4, "hidden_size": 128, "head_dim": 32}
     saved_model(folder / "model", **sizes)
+    saved_model(folder / "teacher", seed=1, **sizes)
     rows_file(folder / "rows.jsonl", addition_rows())
     rows_file(folder / "pairs.jsonl", preference_rows())
     return folder
@@ -113,8 +127,10 @@ def in_one_process(algorithm: str, place: Path) -> Path:
 
 
 def arguments(algorithm: str, place: Path, folder: Path, *more: str) -> list[str]:
+    teacher = ["--teacher.model", str(place / "teacher")] if algorithm == "distill" else []
     return [
         *COMMANDS[algorithm],
+        *teacher,
         "--model.path",
         str(place / "model"),
         "--data.train",
@@ -277,6 +293,7 @@ PLANS = {
         ("grpo", "--parallel.tp 2"),
         *(("grpo", PLANS[2]), ("sft", PLANS[2]), ("dpo", PLANS[2])),
         *(("grpo", PLANS[4]), ("sft", PLANS[4]), ("dpo", PLANS[4])),
+        *(("rm", PLANS[2]), ("ppo", PLANS[2]), ("distill", PLANS[2]), ("ppo", "--parallel.tp 2")),
     ],
 )
 def test_megatron_gives_the_numbers_of_one_process(
@@ -303,6 +320,16 @@ def test_a_reward_model_on_two_ranks_is_that_of_one(plan: str, place: Path, tmp_
 def test_a_critic_on_the_policy_s_ranks_or_its_own(plan: str, place: Path, tmp_path: Path):
     assert cli.main(arguments("ppo", place, tmp_path, *plan.split())) == 0
     assert_as_in_one_process("ppo", place, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    ["--parallel.dp-shard 2", "--parallel.tp 2 --teacher.own-devices --runtime.oversubscribe"],
+)
+def test_a_teacher_on_the_student_s_ranks_or_its_own(plan: str, place: Path, tmp_path: Path):
+    assert cli.main(arguments("distill", place, tmp_path, *plan.split())) == 0
+    assert_as_in_one_process("distill", place, tmp_path)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from nemorl.data.example import Example
 from nemorl.data.preferences import Pair
 from nemorl.data.rows import origin_of
 
-LengthPolicy = Literal["error", "truncate", "drop"]
 Item = TypeVar("Item", Example, list[int], Pair, tuple[Example, bool])
 
 
@@ -34,7 +33,7 @@ def limit_length(
     items: Sequence[Item],
     *,
     max_length: int,
-    policy: LengthPolicy = "error",
+    policy: Literal["error", "truncate", "drop"] = "error",
     rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[Item], LengthReport]:
     """Return the items of at most `max_length` tokens, and a report: nothing is cut silently.

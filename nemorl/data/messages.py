@@ -68,11 +68,8 @@ def tokenize_messages(
             "messages must hold a non-empty assistant message: no token would be trained on"
         )
     first = loss_mask.index(True)
-    return Example(
-        input_ids=ids,
-        loss_mask=loss_mask,
-        response_mask=[place >= first for place in range(len(ids))],
-    )
+    response_mask = [False] * first + [True] * (len(ids) - first)
+    return Example(input_ids=ids, loss_mask=loss_mask, response_mask=response_mask)
 
 
 def tokenize_prompt(
@@ -131,15 +128,14 @@ def tokenize_prompt_response(
     """
     given = tokenize_prompt(tokenizer, prompt, **template)
     answer = _answer(tokenizer, response, add_eos)
-    ids = given + answer
-    response_mask = [place >= len(given) for place in range(len(ids))]
-    loss_mask = [place > 0 and included for place, included in enumerate(response_mask)]
+    response_mask = [False] * len(given) + [True] * len(answer)
+    loss_mask = [False, *response_mask[1:]]
     if not any(loss_mask):
         raise ValueError(
             "response must give a token to train on after the sequence's first, got prompt"
             f" {prompt!r} and response {response!r}"
         )
-    return Example(input_ids=ids, loss_mask=loss_mask, response_mask=response_mask)
+    return Example(input_ids=given + answer, loss_mask=loss_mask, response_mask=response_mask)
 
 
 def _passed_through(

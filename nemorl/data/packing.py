@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -100,9 +101,7 @@ def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
     before = torch.from_numpy(_layout(plan, counts).starts).to(real.device)
     numbered = replace(batch, segment_ids=torch.where(real, batch.segment_ids + before[:, None], 0))
     shape = (len(plan), width)
-    return each_array(
-        numbered, lambda values, free: _move(values, source, target, shape, free=free)
-    )
+    return each_array(numbered, lambda x, free: _move(x, source, target, shape, free=free))
 
 
 def segments_apart(batch: TokenBatch) -> tuple[TokenBatch, Plan]:
@@ -116,10 +115,8 @@ def segments_apart(batch: TokenBatch) -> tuple[TokenBatch, Plan]:
     """
     counts, real = num_segments(batch.segment_ids), batch.segment_ids > 0
     first = counts.cumsum(0) - counts
-    plan = tuple(
-        tuple(range(begin, begin + count))
-        for begin, count in zip(first.tolist(), counts.tolist(), strict=True)
-    )
+    places = iter(range(int(counts.sum())))
+    plan = tuple(tuple(islice(places, count)) for count in counts.tolist())
     columns = batch.position_ids[real]  # they begin again with each segment
     shape = (int(counts.sum()), int(columns.max()) + 1 if len(columns) else 0)
     target = (first[:, None] + batch.segment_ids - 1)[real] * shape[1] + columns
@@ -213,7 +210,6 @@ def _move(
 
 
 def _with_multiple(rows: list[list[int]], sizes: Sequence[int], multiple: int) -> list[list[int]]:
-    """Split the fullest rows in two until the number of rows is a multiple, then add empty ones."""
     rows = list(rows)
     for _ in range(-len(rows) % multiple):
         several = [number for number, row in enumerate(rows) if len(row) > 1]
@@ -348,7 +344,6 @@ def _halved(plan: list[tuple[int, ...]], count: int) -> Plan:
 def _by_padded_tokens(
     lengths: Sequence[int], budget: int, units: Plan
 ) -> Iterable[tuple[int, ...]]:
-    """Longest first: a microbatch grows while its rows times the longest allow it."""
     part: list[int] = []
     longest = 0
     for unit in sorted(units, key=lambda unit: -max(lengths[row] for row in unit)):

@@ -36,7 +36,6 @@ class KnownSet:
     train: str = "train"
     validation: str = "test"
     category: str | None = None
-    """The column of categories."""
 
 
 def known_set(source: Any) -> KnownSet | None:
@@ -69,7 +68,6 @@ def as_known(row: Row, known: KnownSet, *, given: Collection[str] = ()) -> Row:
 
 
 def _lettered(question: str, options: Sequence[str], right: int) -> dict[str, str]:
-    """Return a question with options as a prompt, and the letter of the right one as the answer."""
     lines = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, options, strict=False)]
     return {"prompt": "\n".join([f"{question}\n", *lines]), "answer": ascii_uppercase[right]}
 
@@ -184,7 +182,6 @@ def task_of(name: str, **settings: Any) -> Any:
 
 
 def _generated(source: str, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a task, of "validation" with other seeds; `task` judges them."""
     task = task_of(name := source.removeprefix(PREFIX))
     if split == "validation":
         task = task_of(name, seed=task.seed + APART)
@@ -344,10 +341,8 @@ def _read(source: Any, split: str, data_files: Any) -> Iterator[Placed]:
             f" {name_of(source)}: remove it"
         )
     if isinstance(source, DataModule) or _is_task(source):
-        known, remedy = split in ("train", "validation"), "there is no other"
-        require(
-            known, f"split of {name_of(source)}", 'must be "train" or "validation"', split, remedy
-        )
+        known, must = split in ("train", "validation"), 'must be "train" or "validation"'
+        require(known, f"split of {name_of(source)}", must, split, "there is no other")
     if _is_task(source):
         return _numbered(_generated(source, split), f"{source}, ")
     if isinstance(source, str | Path):
@@ -455,7 +450,6 @@ def _read_json(path: Path) -> Iterator[Placed]:
 
 
 def _parsed(text: str, path: Path, line: int = 1, remedy: str = "") -> Any:
-    """Return the JSON that begins at a line of a file."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

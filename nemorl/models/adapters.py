@@ -83,8 +83,6 @@ def dequantize_layers(model: nn.Module) -> None:
 PREFIX = "base_model.model."
 """What PEFT's names of adapters' matrices begin with."""
 Adapters = Literal["merged", "apart", "alone"]
-"""How weights are read: with the adapters in them; without, and then the adapters; or these alone.
-"""
 WEIGHTS = "adapter_model.safetensors"
 """PEFT's name of the file in an adapter folder, beside CONFIG."""
 
@@ -107,7 +105,6 @@ def canonical(name: str) -> str:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers that have an adapter, by name."""
     modules = model.named_modules()
     return {canonical(name): layer for name, layer in modules if hasattr(layer, "base_layer")}
 
@@ -189,7 +186,6 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Merge the adapters into the weights, in place."""
     dequantize_layers(model)
     for name, layer in adapted_layers(model).items():
         layer.merge()
@@ -201,7 +197,6 @@ def merge_adapters(model: nn.Module) -> nn.Module:
 
 
 def merge_folder(model: nn.Module, folder: Path) -> nn.Module:
-    """Merge the adapters of a PEFT folder into their base model, in place."""
     require_peft(f"the adapter folder {folder}")
     from peft import PeftModel
 

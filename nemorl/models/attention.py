@@ -31,7 +31,6 @@ class Rule:
     scaling: float | None = None
     """Factor of query · key. None: 1 / sqrt(dim)."""
     dropout: float = 0.0
-    """Share of the weights that is dropped."""
     window: int | None = None
     """How many tokens one sees, itself included."""
     chunk: int | None = None

@@ -87,7 +87,6 @@ def known(config: Any) -> Proofs | None:
 
 
 def keep(config: Any, proofs: Proofs) -> None:
-    """Keep proofs for later runs of this user, where there is a place for them."""
     if (file := _kept(config)) is None:
         return
     with suppress(OSError):  # they are found again

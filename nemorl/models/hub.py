@@ -73,7 +73,6 @@ def cannot_load(
 
 
 def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the Hugging Face configuration of a model in a folder or on a hub."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -85,7 +84,6 @@ def has_own_code(part: Any) -> bool:
 
 
 def copy_code(folder: Path | str, *parts: Any) -> None:
-    """Copy the code of configurations, models and tokenizers that have some of their own."""
     from transformers.dynamic_module_utils import custom_object_save
 
     for part in filter(has_own_code, parts):
@@ -93,7 +91,6 @@ def copy_code(folder: Path | str, *parts: Any) -> None:
 
 
 def base_of(folder: Path) -> str | None:
-    """Return the base model that an adapter folder names."""
     try:
         base = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
         if not isinstance(base, str | None):
@@ -198,7 +195,6 @@ def model_folder(name: str, *, field: str = "model.path") -> str:
 
 
 def _refuse_others(name: str, path: Path) -> None:
-    """Raise ValueError for a file, for a part of a run, and for an adapter without its base."""
     if (path / CONFIG).is_file():
         base = base_of(path)
         try:

@@ -69,7 +69,6 @@ class ModelSource:
 
     @classmethod
     def of(cls, model: Any) -> "ModelSource":
-        """Return a model, a folder or a hub name as a source; a source is returned as it is."""
         return model if isinstance(model, ModelSource) else cls(model)
 
     @property
@@ -118,7 +117,6 @@ class ModelSource:
             yield name, stored.read(name)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over `weights`, from the start each time."""
         return self.weights()
 
 

@@ -68,7 +68,6 @@ class CheckedWriter:
             self._size += len(part)
 
     def checksum(self) -> Checksum:
-        """Flush the file to the disk and return its checksum."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return Checksum(self._size, "".join(f"{crc32:08x}" for crc32 in self._crc32))
@@ -110,7 +109,6 @@ def checksum(path: Path) -> Checksum:
 
 
 def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
-    """Write the file that names a folder's other files and their checksums."""
     values = {"format": FORMAT, "files": {name: asdict(file) for name, file in files.items()}}
     with CheckedWriter(folder / MANIFEST) as file:
         file.write(json.dumps(values).encode())
@@ -184,7 +182,6 @@ def _grouped(names: Iterable[str]) -> Groups:
 
 
 def names_in_files(name: str, stored: Stored) -> list[str]:
-    """Return the names under which files store a live tensor."""
     return list(chain(*stored.get(name, ((name,),))))
 
 
@@ -230,7 +227,6 @@ def as_live(
 
 
 def shapes_of(tensors: Mapping[str, Tensor], stored: Stored) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes that files have of live tensors."""
     outlines = ((name, torch.empty(x.shape, device="meta")) for name, x in tensors.items())
     return {name: tuple(tensor.shape) for name, tensor in as_stored(outlines, stored)}
 
@@ -268,7 +264,11 @@ class Piece:
 def write_tensors(path: Path, pieces: Sequence[Piece], tensors: Iterable[Tensor]) -> Checksum:
     """Write a file of `pieces`, whose values `tensors` yields, to the disk."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    keyed = _keyed(pieces)
+    keyed, counts = dict[str, Piece](), Counter[str]()
+    for piece in pieces:  # from a tensor's second one on, its entry's name has a number
+        number = counts[piece.name]
+        keyed[f"{piece.name}[{number}]" if number else piece.name] = piece
+        counts[piece.name] += 1
     if any(any(piece.offsets) for piece in pieces):
         places = {
             key: {"saved_offsets": piece.offsets, **({} if key == piece.name else {OF: piece.name})}
@@ -291,17 +291,6 @@ def write_tensors(path: Path, pieces: Sequence[Piece], tensors: Iterable[Tensor]
             flat = tensor.detach().cpu().contiguous().flatten()
             file.write(flat.view(torch.uint8).numpy())
         return file.checksum()
-
-
-def _keyed(pieces: Sequence[Piece]) -> dict[str, Piece]:
-    """From a tensor's second piece on, an entry's name has its number."""
-    found: dict[str, Piece] = {}
-    counts = Counter[str]()
-    for piece in pieces:
-        number = counts[piece.name]
-        found[f"{piece.name}[{number}]" if number else piece.name] = piece
-        counts[piece.name] += 1
-    return found
 
 
 @dataclass(frozen=True)
@@ -561,13 +550,11 @@ class WeightsDiffer(RuntimeError):
 
 
 def check_held(holder: str, sent: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise WeightsDiffer unless a holder's tensors are the ones sent to it."""
     if wrong := differences(sent, found):
         raise WeightsDiffer(f"{holder} must hold the weights that came, but it does not: {wrong}")
 
 
 def misfits(wrong: Sequence[str]) -> ValueError:
-    """Return the error of weights that do not fit a generator's model."""
     return ValueError(
         f"weights must fit the generator's model, but {', '.join(wrong)}: use the same"
         " model on both sides"

@@ -79,7 +79,6 @@ class LoopState:
         return cls(**{**saved, "open_groups": groups})
 
     def saved(self) -> dict[str, Any]:
-        """Return it for a checkpoint's JSON."""
         groups = []
         for group in self.open_groups:
             found = {name: getattr(group, name) for name in ("ordinal", "stream", "row", "step")}
@@ -171,11 +170,9 @@ class Actions:
     """What is to be done, in this order."""
 
     stop: tuple[int, ...] = ()
-    """End stale groups."""
     begin: tuple[Group, ...] = ()
     """Begin groups, or draw aborted ones again."""
     give: tuple[int, ...] = ()
-    """Give the present step what it asked for."""
 
 
 def decide(

@@ -47,9 +47,8 @@ class Signature:
     batch: bool
     """It takes and returns lists, one entry per response."""
     prompt: str | None
-    """The parameter that gets the prompt."""
     response: str | None
-    """The parameter that gets the response; None: it judges an environment alone."""
+    """The parameters that get prompt and response. No response: it judges an environment alone."""
     columns: Mapping[str, bool]
     """The columns that it names; False: the parameter has a default."""
     any_columns: bool
@@ -145,7 +144,7 @@ def read_signature(
 
 
 def is_async(fn: Any) -> bool:
-    """Return whether a function, or the `__call__` of an object, is `async`."""
+    """Return whether a function or callable object is `async`."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 

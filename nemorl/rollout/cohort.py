@@ -17,6 +17,7 @@ from nemorl.rollout.calls import BatchCalls, Call, Question, call_limited, exit_
 from nemorl.rollout.context import Context, Tools
 from nemorl.rollout.conversation import (
     DEFAULT_TURNS,
+    REMEDY,
     ContextFull,
     Conversation,
     Episode,
@@ -28,7 +29,6 @@ from nemorl.rollout.conversation import (
     messages_of,
     text_of,
 )
-from nemorl.rollout.environment import REMEDY
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
 
@@ -58,8 +58,6 @@ class Cohort:
     """Conversations that have not ended, of which some are `_outside` of a room."""
     _outside: int = 0
     _asked: list[Question] = field(default_factory=list)
-    _groups: dict[int, SamplingParams] = field(default_factory=dict)
-    """How each prompt is sampled."""
     _shared: dict[tuple[int, SamplingParams], asyncio.Task[list[Completion]]] = field(
         default_factory=dict
     )
@@ -84,11 +82,8 @@ class Cohort:
             _PLACE.set(number)
             try:
                 group = self.prompts.groups[index] if self.prompts.groups else index
-                if index not in self._groups:
-                    seed = derive_seed(self.seed, group)
-                    self._groups[index] = replace(self.sampling, seed=seed)
-                place = (index, group, member)
-                policy = RecordingPolicy(self, place, self._groups[index], sizes[index])
+                params = replace(self.sampling, seed=derive_seed(self.seed, group))
+                policy = RecordingPolicy(self, (index, group, member), params, sizes[index])
                 outcome = await self._outcome(episode, policy, timed)
                 policy.over = True
                 return policy.conversation(outcome)
@@ -189,7 +184,7 @@ class Cohort:
             return Failure(error=cancelled)
 
     def _question(self, item: Any) -> Question:
-        first = self.prompts.groups[0] if self.prompts.groups else 0
+        first = next(iter(self.prompts.groups), 0)
         answer = asyncio.get_running_loop().create_future()
         return Question(place=(first, _PLACE.get()), item=item, answer=answer)
 
@@ -209,7 +204,6 @@ def _result(answer: Any) -> Any:
 
 
 def _checked(outcome: Any, name: str, count: int, limits: Limits) -> Outcome:
-    """Return the outcome of an episode of `count` turns with its reward."""
     remedy = "return Outcome(reward=…)"
     require(isinstance(outcome, Outcome), name, "must return an Outcome", outcome, remedy)
     if not count:
@@ -295,15 +289,10 @@ class RecordingPolicy:
 
     def _with_limits(self, prompt: Sequence[int], stop: Sequence[str | int]) -> SamplingParams:
         params, most = self._params, self._cohort.limits.max_tokens
-        stop = [stop] if isinstance(stop, str) else stop
-        if stop:
-            strings = (each for each in stop if isinstance(each, str))
-            ids = (each for each in stop if not isinstance(each, str))
-            params = replace(
-                params,
-                stop_strings=(*params.stop_strings, *strings),
-                stop_token_ids=(*params.stop_token_ids, *ids),
-            )
+        strings, ids = list(params.stop_strings), list(params.stop_token_ids)
+        for each in [stop] if isinstance(stop, str) else stop or ():
+            strings.append(each) if isinstance(each, str) else ids.append(each)
+        params = replace(params, stop_strings=tuple(strings), stop_token_ids=tuple(ids))
         if most is None or len(prompt) + params.max_new_tokens <= most:
             return params
         if len(prompt) >= most:

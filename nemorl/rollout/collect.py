@@ -223,11 +223,9 @@ def as_rollouts(
 def _processed(
     conversations: Sequence[Conversation], environment: Environment, timeout_s: float
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
-    """Return rewards, components and metrics of the conversations of one environment."""
     judge, what = judge_of(environment), named(environment)
     outcomes = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]
-    whole = [each.outcome for each in conversations if not _lacks_components(each)]
-    _require_alike(what, (getattr(outcome, "components", {}) for outcome in whole))
+    _require_alike(what, (each.components for each in outcomes if not _cut_short(each)))
     size = len(outcomes)
     changed: Mapping[str, Any] = {
         "rewards": reward_tensor([outcome.reward for outcome in outcomes], size, what),
@@ -275,9 +273,8 @@ def _require_alike(what: str, components: Iterable[Iterable[str]]) -> None:
     require(len(names) < 2, what, alike, sorted(names), remedy)
 
 
-def _lacks_components(conversation: Conversation) -> bool:
-    """A limit ended it before it had any: each counts 0."""
-    outcome = conversation.outcome
+def _cut_short(outcome: Outcome | Failure) -> bool:
+    """A limit ended it before it had any components: each counts 0."""
     return isinstance(outcome, Outcome) and outcome.truncated and not outcome.components
 
 
@@ -312,7 +309,9 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     """Return several rollouts as one; metrics are averaged over the conversations or parts that
     have them. Raises: ValueError unless they have the same kind and reward components.
     """
-    whole = [p for p in parts if p.components or not all(map(_lacks_components, p.conversations))]
+    whole = [
+        p for p in parts if p.components or not all(_cut_short(c.outcome) for c in p.conversations)
+    ]
     first, by_row = (whole or parts)[0], any(name_in(row) for part in parts for row in part.rows)
     for other in parts:
         if other.kind != first.kind:

@@ -176,18 +176,18 @@ class Context:
         source = self._template(asked.tools).source() if asked.tools else ""
         message = read_message(said, completion.text, asked.tools, source)
         sampled: Message = {"role": "assistant", "content": said.strip() or said}
-        if self._in_channels(said):  # the template takes the parts
+        spoken = not self.plain and CHANNEL.search(said)
+        if spoken and "<|channel|>" in self._template(()).source():  # which takes the parts
             message = {**message, **channels(text_before(stop_strings, said))}
             sampled = dict(message)
         if stop := first_stop(stop_strings, said):
             message = {**message, "stop_string": stop}
-        tokens = (*prompt, *completion.token_ids)
         answer = Spoken(
             asked=asked,
             log=[*asked.log, _json(message)],
             message=message,
             sampled=sampled,
-            tokens=tokens,
+            tokens=(*prompt, *completion.token_ids),
             said=said,
             end=end,
         )
@@ -204,10 +204,6 @@ class Context:
         before = self._decoded(prompt[-1:])
         said = self._decoded((*prompt[-1:], *(ids[:-1] if ended else ids)))
         return said.removeprefix(before), self._decoded(ids[-1:]) if ended else ""
-
-    def _in_channels(self, said: str) -> bool:
-        found = not self.plain and CHANNEL.search(said)
-        return bool(found) and "<|channel|>" in self._template(()).source()
 
     def _decoded(self, ids: Sequence[int]) -> str:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -335,9 +331,16 @@ def _value(text: str, kind: Any) -> Any:
 
 
 def _mistral(said: str) -> Iterator[Call]:
-    _, mark, calls = said.partition("[TOOL_CALLS]")
-    if mark:
-        yield from _listed(calls)
+    _, mark, text = said.partition("[TOOL_CALLS]")
+    if not mark:
+        return
+    try:
+        calls = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        yield _error(text, f"it is not JSON ({error})")
+        return
+    for call in calls if isinstance(calls, list) else [calls]:
+        yield _call_of(call, text)
 
 
 def _llama(said: str) -> Iterator[Call]:
@@ -346,16 +349,6 @@ def _llama(said: str) -> Iterator[Call]:
         yield _call(text)
     elif said.lstrip().startswith("<|python_tag|>"):
         yield _error(text, 'it must be {"name": …, "parameters": …}')
-
-
-def _listed(text: str) -> Iterator[Call]:
-    try:
-        calls = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        yield _error(text, f"it is not JSON ({error})")
-        return
-    for call in calls if isinstance(calls, list) else [calls]:
-        yield _call_of(call, text)
 
 
 def _call(text: str) -> Call:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+REMEDY = "return 0.0, for example; rewards are float32, up to 3.4e38"
+"""Of rewards that are not finite."""
 DEFAULT_TURNS = 16
 """Most turns of an environment without `max_turns`."""
 
@@ -313,5 +315,5 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Return the text of messages, one a line."""
+    """Return messages' contents, one a line."""
     return "\n".join(str(message.get("content") or "") for message in messages)

@@ -12,13 +12,7 @@ from typing import Any
 from nemorl.checks import warn
 from nemorl.rollout.calls import BatchCalls, EventLoop
 from nemorl.rollout.cohort import Cohort
-from nemorl.rollout.conversation import (
-    Conversation,
-    EnvironmentTimeout,
-    Failure,
-    Limits,
-    Prompts,
-)
+from nemorl.rollout.conversation import Conversation, EnvironmentTimeout, Failure, Limits, Prompts
 from nemorl.rollout.episodes import (
     Environment,
     check_environment,
@@ -83,7 +77,6 @@ class Driver:
         self._closed = self._blocked = False
 
     def begin(self, prompts: Sequence[Prompts]) -> None:
-        """Begin a cohort with each of the prompts."""
         self._do(self._begin(prompts))
 
     def resume(self) -> None:
@@ -199,7 +192,6 @@ class Driver:
     async def _led(
         self, prompts: Prompts, name: str | None, places: Sequence[tuple[int, int]], attempt: int
     ) -> list[Conversation]:
-        """Return the conversations of one environment."""
         environment = parts_of(self.environment)[name]
         tools = getattr(environment, "tools", ()) if prompts.shows_tools else prompts.tools
         cohort = Cohort(

@@ -38,7 +38,7 @@ from nemorl.rollout.calls import (
     present_call,
     read_signature,
 )
-from nemorl.rollout.conversation import ConversationFailed, messages_of
+from nemorl.rollout.conversation import REMEDY, ConversationFailed, messages_of
 from nemorl.rollout.processes import LATE, LIMIT, Processes
 
 Message = Mapping[str, Any]
@@ -48,7 +48,6 @@ Metadata = Mapping[str, Any]
 """What an environment keeps of a conversation, at first the row."""
 AT_ONCE = 64
 """Responses for which an `async` reward is called at once."""
-REMEDY = "return 0.0, for example; rewards are float32, up to 3.4e38"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,7 +402,7 @@ def _require_count(values: Any, count: int, name: str, field_name: str) -> None:
 
 
 def listed(values: Any) -> list[Any]:
-    """Return a list, tensor or array as a list."""
+    """Return values as a list."""
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
@@ -413,7 +412,6 @@ def _is_chat(row: Metadata) -> bool:
 
 
 def _parted(log: MessageLog, row: Metadata) -> tuple[list[Message], list[Message]]:
-    """Return the messages of the row's prompt, and those since."""
     begin = min(len(messages_of(row)) or len(log), len(log) - 1)
     return [dict(message) for message in log[:begin]], [dict(message) for message in log[begin:]]
 
@@ -423,7 +421,7 @@ def _shown(prompt: str, response: str) -> str:
 
 
 def text_of(log: MessageLog) -> str:
-    """Return a lone message's text; of several, one `role: text` per line."""
+    """Return a conversation as text."""
     if len(log) == 1:
         return str(log[0].get("content") or "")
     return "\n".join(f"{each['role']}: {each.get('content') or ''}" for each in log)

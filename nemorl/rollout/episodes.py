@@ -76,7 +76,7 @@ Environment = EnvironmentInterface | LeadsConversations | Episode | ByRow
 
 
 def name_in(row: Mapping[str, Any]) -> str | None:
-    """Return the environment that a row names, if it does."""
+    """Return the environment that a row names."""
     found = row.get(COLUMN)
     return found if isinstance(found, str) else None
 
@@ -141,9 +141,7 @@ def judge_of(environment: Environment) -> EnvironmentInterface | None:
 
 
 def episode_of(environment: Any, cohort: Cohort) -> Episode:
-    """Return an environment of batches as an episode: one of several turns is called with the
-    conversations that wait, any other with all that are left.
-    """
+    """Return an environment of batches as an episode."""
     if isinstance(environment, LeadsConversations):
         return environment.episode(cohort)
     if not isinstance(environment, EnvironmentInterface):

@@ -375,7 +375,6 @@ class GenerationTraits:
 
 
 EMBEDDED = GenerationTraits(embedded=True, records_experts=True)
-"""Traits of the embedded engine, "torch"."""
 
 
 @runtime_checkable

@@ -52,7 +52,7 @@ collection that lets another thread in ends in SystemError (gh-106905)."""
 
 
 def parse(text: str, mode: str = "exec") -> Any:
-    """Return the syntax tree of a text, as `ast.parse`."""
+    """Parse Python, from any thread."""
     with _ONE_AT_A_TIME:
         return ast.parse(text, mode=mode)
 

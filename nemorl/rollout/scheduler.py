@@ -230,9 +230,8 @@ class Scheduler:
 
 def unmasked(token_ids: Sequence[Sequence[int]], kind: LogprobKind) -> TokenBatch:
     """Return sequences as a batch: each token gets a log-probability, and none a loss."""
-    masks = {"loss_mask": False, "response_mask": True}
     examples = [
-        {"input_ids": ids, **{name: [value] * len(ids) for name, value in masks.items()}}
+        {"input_ids": ids, "loss_mask": [False] * len(ids), "response_mask": [True] * len(ids)}
         for ids in token_ids
     ]
     return collate(examples, logprob_kind=kind)
@@ -338,10 +337,10 @@ class ScheduledBackend(ABC):
 
         found, version = await self._scheduler.between_steps(compute)
         require_finite(bool(found[0].isfinite().all()))
-        rows: list[Any] = [
+        rows: Any = (
             tuple(row[: len(ids)] for row, ids in zip(values.numpy(), token_ids, strict=True))
             for values in found
-        ]
+        )
         names = ("token_logprobs", "top_ids", "top_logprobs")
         return Scores(**dict(zip(names, rows, strict=False)), policy_version=version)
 

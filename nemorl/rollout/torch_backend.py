@@ -185,7 +185,6 @@ def scored(model: Any, batch: TokenBatch, top_k: int, *, precision: str) -> Sequ
 
 
 def _laid(values: Tensor, places: Tensor) -> Tensor:
-    """Return rows with `values` in the places that are True, else 0."""
     rows = values.new_zeros((*places.shape, *values.shape[1:]))
     rows[places] = values
     return rows
@@ -204,7 +203,7 @@ def has_cache(config: Any) -> bool:
 
 
 def shared(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same memory."""
+    """Return whether two tensors are one memory."""
     return a.data_ptr() == b.data_ptr()
 
 

@@ -66,7 +66,7 @@ def kernel_of(
 
 
 def installed() -> list[Kernel]:
-    """Return the kernels that are installed."""
+    """Return the installed kernels."""
     found: list[Kernel] = []
     if torch.backends.cuda.is_flash_attention_available():
         from torch.nn.attention.varlen import varlen_attn
@@ -264,9 +264,16 @@ def segment_attention(
     if isinstance(segments, FlatSegments):
         remedy = "set the model's attention_dropout to 0 before it is loaded"
         require(not rule.dropout, "attention's dropout", "must be 0 on a GPU", rule.dropout, remedy)
-        output = _at_once(flat, segments, rule)
+        # Autocast does not know these kernels; values come from a linear layer, which it knows,
+        # where rotary angles leave queries and keys in float32.
+        flat = [x.to(value.dtype) for x in flat]
+        if segments.tokens is not None:
+            flat = [x.index_select(0, segments.tokens) for x in flat]
+        rows: Any = (*flat, segments.cu_seqlens, segments.longest, rule)
+        output = varlen_attention(segments.kernel, *rows).flatten(1)
     else:
-        output = _in_buckets(flat, segments.tokens, rule)
+        flat = [x.contiguous() for x in flat]
+        output = torch.cat([_in_bucket(flat, tokens, rule) for tokens in segments.tokens])
     if segments.places is not None:
         padding = output.new_zeros(1, output.shape[1])
         output = torch.cat((output, padding)).index_select(0, segments.places)
@@ -274,34 +281,17 @@ def segment_attention(
     return output.view(batch, seq, heads, value.shape[3])
 
 
-def _at_once(
-    flat: list[Float[Tensor, "tokens _ _"]], segments: FlatSegments, rule: Rule
+def _in_bucket(
+    flat: list[Float[Tensor, "tokens _ _"]], bucket: Int[Tensor, "_ _"], rule: Rule
 ) -> Float[Tensor, "laid width"]:
-    # Autocast does not know these kernels; values come from a linear layer, which it knows, where
-    # rotary angles leave queries and keys in float32.
-    flat = [x.to(flat[2].dtype) for x in flat]
-    if segments.tokens is not None:
-        flat = [x.index_select(0, segments.tokens) for x in flat]
-    rows: Any = (*flat, segments.cu_seqlens, segments.longest, rule)
-    return varlen_attention(segments.kernel, *rows).flatten(1)
-
-
-def _in_buckets(
-    flat: list[Float[Tensor, "tokens _ _"]],
-    buckets: tuple[Int[Tensor, "_ _"], ...],
-    rule: Rule,
-) -> Float[Tensor, "laid width"]:
-    flat, outputs = [x.contiguous() for x in flat], []
-    for tokens in buckets:
-        qkv = (
-            x.flatten(1)
-            .index_select(0, tokens.flatten())
-            .view(*tokens.shape, *x.shape[1:])
-            .transpose(1, 2)
-            for x in flat
-        )
-        outputs.append(attend(*qkv, rule=rule, causal=True).reshape(tokens.numel(), -1))
-    return torch.cat(outputs)
+    qkv = (
+        x.flatten(1)
+        .index_select(0, bucket.flatten())
+        .view(*bucket.shape, *x.shape[1:])
+        .transpose(1, 2)
+        for x in flat
+    )
+    return attend(*qkv, rule=rule, causal=True).reshape(bucket.numel(), -1)
 
 
 CONTEXT_ATTENTION = "nemorl_context_parallel"

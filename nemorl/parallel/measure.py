@@ -23,6 +23,7 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Max, Mean, Metrics, Sum
 from nemorl.models.causal_lm import head_weight, on_meta
 from nemorl.models.hub import has_own_code
+from nemorl.parallel.attention import begins_and_lengths
 from nemorl.parallel.config import ProfileConfig
 from nemorl.parallel.plan import ParallelPlan
 
@@ -106,12 +107,7 @@ def weights_per_token(model_config: Any) -> float:
 
 def segment_lengths(batch: TokenBatch) -> list[int]:
     """Return the tokens of each sequence of a batch, row by row."""
-    segments = batch.segment_ids.long()
-    width = int(segments.max()) + 1 if segments.numel() else 1
-    rows = torch.arange(len(segments), device=segments.device)[:, None]
-    counts = torch.bincount((rows * width + segments).flatten(), minlength=len(segments) * width)
-    real = counts.reshape(-1, width)[:, 1:]
-    return real[real > 0].tolist()
+    return begins_and_lengths(batch.segment_ids)[1].tolist()
 
 
 def of_step(

@@ -42,9 +42,7 @@ class Layout:
         plan = self.microbatches[rank]
         found = split(self.rows, plan, multiple_of=self.multiple_of)
         size = (1, self.multiple_of)
-        padding = each_array(
-            self.rows, lambda values, free: values.new_full((*size, *values.shape[2:]), free)
-        )
+        padding = each_array(self.rows, lambda x, free: x.new_full((*size, *x.shape[2:]), free))
         parts = tuple(part if rows else padding for part, rows in zip(found, plan, strict=True))
         routes = self.rows.routed_experts
         if not isinstance(routes, RankRoutes):

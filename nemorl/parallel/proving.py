@@ -111,7 +111,7 @@ def prove(config: Any, *, device: str = "cpu") -> dict[Capability, Proof]:
 
 
 def proved_now(config: Any) -> Proofs:
-    """Prove what models can do, and keep it for later runs."""
+    """Prove, and keep it for later runs."""
     found = prove(config)
     keep(config, found)
     return found
@@ -122,13 +122,17 @@ def on_one_device(config: Any, device: str = "cpu") -> dict[Capability, Proof]:
     model, rows = tiny_model(config).to(device), samples(config.vocab_size)
     plain, warm = (expected(model, rows, temperature) for temperature in (1.0, 0.7))
     tries: dict[Capability, Callable[[], float]] = {}
+
+    def differs(of: Outputs, settings: BackendConfig, temperature: float, **how: bool) -> float:
+        return of.worst(computed(model, rows, settings, temperature, **how))
+
     for name, trainer in TRAINERS.items():
         settings = _settings(replace(trainer, device=device))
         if name == "recompute":
             plan = replace(settings.parallel, activation_checkpointing="full")
             settings = replace(settings, parallel=plan)
         of, temperature = (warm, 0.7) if name == "head" else (plain, 1.0)
-        tries[name] = partial(_differs, of, model, rows, settings, temperature)
+        tries[name] = partial(differs, of, settings, temperature)
     tries["left_padded"] = partial(tries["padded"], left=True)  # type: ignore[call-arg]
     alone = replace(ROWS, device=device)
     adapted = {"lora": LoRAConfig(rank=4, alpha=8), "optimizer": OptimizerConfig(lr=0.05)}
@@ -211,12 +215,12 @@ def _rolled(values: Tensor, shifts: list[int]) -> Tensor:
 
 
 def weighted(output: Any, batch: TokenBatch) -> LossOutput:
-    """Return the sum of the weighted log-probabilities."""
+    """Sum weighted log-probabilities."""
     return LossOutput((output.token_logprobs * batch.loss_weights).sum(), {})
 
 
 def batch_of(rows: Iterable[tuple[list[int], list[int]]], temperature: float = 1.0) -> TokenBatch:
-    """Return sequences as a batch that is trained on."""
+    """Return sequences as a batch to train on."""
     examples = []
     for prompt, response in rows:
         mask = [False] * len(prompt) + [True] * len(response)
@@ -247,7 +251,7 @@ def _settings(trainer: TrainerConfig, **others: Any) -> BackendConfig:
 
 @contextmanager
 def trained(model: Any, settings: BackendConfig) -> Iterator[Any]:
-    """Have a training backend for a model in the block."""
+    """Set up a backend in the block."""
     from nemorl.parallel.dtensor.backend import DTensorBackend
 
     backend = DTensorBackend(model)
@@ -256,12 +260,6 @@ def trained(model: Any, settings: BackendConfig) -> Iterator[Any]:
         yield backend
     finally:
         backend.shutdown()
-
-
-def _differs(
-    of: Outputs, model: Any, rows: Any, settings: BackendConfig, temperature: float, **how: Any
-) -> float:
-    return of.worst(computed(model, rows, settings, temperature, **how))
 
 
 def _logprobs_differ(model: Any, rows: Any, found: Iterable[Tensor]) -> float:
@@ -346,9 +344,9 @@ def on_ranks(config: Any) -> dict[Capability, Proof]:
     trainer = TrainerConfig(device="cpu", share_prompts=False)
 
     def attempt(plans: tuple[ParallelPlan, ...]) -> float:
-        own = [replace(plan, param_dtype="float32") for plan in plans]
+        own = (replace(plan, param_dtype="float32") for plan in plans)
         each = (_settings(trainer, parallel=plan) for plan in own)
-        return max(_differs(of, model, rows, settings, 1.0) for settings in each)
+        return max(of.worst(computed(model, rows, settings)) for settings in each)
 
     return {name: proof_of(partial(attempt, plans)) for name, plans in PLANS.items()}
 

@@ -24,11 +24,7 @@ from nemorl.models.capabilities import known
 from nemorl.models.causal_lm import require_head, usable_device
 from nemorl.models.hub import check_supported, loading, read_config
 from nemorl.parallel.accumulation import Accumulating, load_whole, storage_of
-from nemorl.parallel.attention import (
-    ATTENTION_NAME,
-    kernel_of,
-    segment_attention,
-)
+from nemorl.parallel.attention import ATTENTION_NAME, kernel_of, segment_attention
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.checkpoint import Contents, Saved
 from nemorl.parallel.config import BackendConfig
@@ -52,7 +48,6 @@ from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
 
 Forward = Callable[[TokenBatch, Work, Needs], ForwardOutput]
-"""Computes a model's outputs of a microbatch."""
 
 
 class DTensorBackend(Accumulating):
@@ -255,9 +250,13 @@ def _passes(backend: DTensorBackend, model: nn.Module, *, reference: bool = Fals
 
 
 def _next(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> tuple[TokenBatch, Work]:
-    """Return the microbatch that is computed next and its work, on the device."""
     mixtures, share = backend._mixtures, backend.config.trainer.share_prompts
-    _require_side(part, backend.config)
+    proof, ids = (backend.config.proofs or {}).get("left_padded"), part.segment_ids
+    if proof and not proof.holds and ((ids[:, 1:] > 0) & (ids[:, :-1] == 0)).any():
+        raise ValueError(
+            "rows must be padded on the right for this model, but some are on the left"
+            f" ({proof.reason}): make batches with collate"
+        )
     work = planned(part, wanted, backend.world, share=share, kernel=backend._kernel)
     rows = replace(part, routed_experts=None, route_ids=None)
     tokens = None if mixtures is None else mixtures.tokens(part, work)
@@ -270,7 +269,6 @@ def _next(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> tuple[To
 def _balance(
     backend: DTensorBackend, mixtures: Mixtures, batch: TokenBatch, parts: Sequence[TokenBatch]
 ) -> None:
-    """Prepare the gradient of the loss that balances experts, if there is one."""
     if not backend._batches:
         mixtures.forget()
     if require_one_batch(backend.config.trainer, backend._batches):
@@ -279,16 +277,6 @@ def _balance(
             backend._forward[backend.model](*_next(backend, *each), Needs()) for each in empty
         )
         mixtures.weigh(batch.num_tokens, passes)
-
-
-def _require_side(part: TokenBatch, config: BackendConfig) -> None:
-    proof = config.proofs and config.proofs["left_padded"]
-    ids = part.segment_ids
-    if proof and not proof.holds and ((ids[:, 1:] > 0) & (ids[:, :-1] == 0)).any():
-        raise ValueError(
-            "rows must be padded on the right for this model, but some are on the left"
-            f" ({proof.reason}): make batches with collate"
-        )
 
 
 def _settled(config: BackendConfig, given: Any) -> BackendConfig:

@@ -71,11 +71,10 @@ class Mixtures:
         with ExitStack() as hooks:
             for router in self.routers:
                 hooks.enter_context(router.register_forward_hook(self._routed))
+                hooks.callback(router.__dict__.pop, "forward", None)  # the one of `follow`
             for number, block in enumerate(self.blocks):
                 hook = partial(self._chosen, number)
                 hooks.enter_context(block.experts.register_forward_pre_hook(hook))
-            for router in self.routers:  # which `follow` has choose given experts
-                hooks.callback(router.__dict__.pop, "forward", None)
             yield
 
     def tokens(self, part: TokenBatch, work: Work) -> tuple[Tensor, Tensor | None] | None:

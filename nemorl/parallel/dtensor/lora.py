@@ -45,7 +45,13 @@ def add_adapters(
     )
     torch.manual_seed(seed)
     inject_adapter_in_model(settings, model, NAME)
-    _check_patterns(model, config)
+    layers = adapted_layers(model)
+    known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+    for field, patterns in config.patterns().items():
+        for key in patterns:
+            fits = any(matching({key: True}, name, False) for name in layers)
+            requirement = "must name layers that get an adapter"
+            require(fits, f"lora.{field}", requirement, key, f"there are {known}")
 
 
 def _targets(model: nn.Module, config: LoRAConfig) -> list[str]:
@@ -64,32 +70,21 @@ def _targets(model: nn.Module, config: LoRAConfig) -> list[str]:
     return list(config.target_modules) or known
 
 
-def _check_patterns(model: nn.Module, config: LoRAConfig) -> None:
-    layers = adapted_layers(model)
-    for field, patterns in config.patterns().items():
-        for key in patterns:
-            fits = any(matching({key: True}, name, False) for name in layers)
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            requirement = "must name layers that get an adapter"
-            require(fits, f"lora.{field}", requirement, key, f"there are {known}")
-
-
 def fresh_adapters(model: nn.Module, *, seed: int) -> dict[str, Tensor]:
     """Return the numbers that PEFT gives new adapters in one process with this seed; on the meta
     device it draws none.
     """
-    generator_state = torch.get_rng_state()
-    torch.manual_seed(seed)
     found: dict[str, Tensor] = {}
-    for name, layer in adapted_layers(model).items():
-        rank, width = layer.lora_A[NAME].weight.shape
-        first = nn.Linear(width, rank, bias=False)
-        second = nn.Linear(rank, layer.lora_B[NAME].weight.shape[0], bias=False)
-        nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
-        nn.init.zeros_(second.weight)
-        found[f"{name}.lora_A.{NAME}.weight"] = first.weight
-        found[f"{name}.lora_B.{NAME}.weight"] = second.weight
-    torch.set_rng_state(generator_state)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name, layer in adapted_layers(model).items():
+            rank, width = layer.lora_A[NAME].weight.shape
+            first = nn.Linear(width, rank, bias=False)
+            second = nn.Linear(rank, layer.lora_B[NAME].weight.shape[0], bias=False)
+            nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
+            nn.init.zeros_(second.weight)
+            found[f"{name}.lora_A.{NAME}.weight"] = first.weight
+            found[f"{name}.lora_B.{NAME}.weight"] = second.weight
     return found
 
 

@@ -102,7 +102,12 @@ class AdamW8bit:
         from bitsandbytes.optim import AdamW8bit as Inner
 
         for name, matrix in matrices.items():
-            _require_blocks(name, matrix)
+            stack = matrix.ndim > 2
+            if stack or (isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1):
+                size, what = local_part(matrix).shape[1:].numel(), "experts" if stack else "rows"
+                must = f"must be whole blocks of {BLOCK} numbers with optimizer.name adamw8bit"
+                remedy = "take optimizer.name adamw" + ", or train on one rank" * (not stack)
+                require(size % BLOCK == 0, f"the {what} of {name}", must, size, remedy)
         options: dict[str, Any] = {
             "betas": (config.beta1, config.beta2),
             **{name: getattr(config, name) for name in ("lr", "eps", "weight_decay")},
@@ -169,17 +174,8 @@ class AdamW8bit:
         return state
 
 
-def _require_blocks(name: str, matrix: nn.Parameter) -> None:
-    stack = matrix.ndim > 2
-    if stack or (isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1):
-        size, what = local_part(matrix).shape[1:].numel(), "experts" if stack else "rows"
-        requirement = f"must be whole blocks of {BLOCK} numbers with optimizer.name adamw8bit"
-        remedy = "take optimizer.name adamw" + ", or train on one rank" * (not stack)
-        require(size % BLOCK == 0, f"the {what} of {name}", requirement, size, remedy)
-
-
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizers:
-    """Make the optimizer that the configuration names, of a model's trainable parameters."""
+    """Make the configuration's optimizer."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     hidden = {} if config.name == "adamw" else _hidden_matrices(model, trained)
     adamw = make_adamw([each for name, each in trained.items() if name not in hidden], config)

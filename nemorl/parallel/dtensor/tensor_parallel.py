@@ -32,9 +32,11 @@ from torch.nn.functional import linear
 from nemorl.models.adapters import adapted_layers, itself
 from nemorl.models.causal_lm import decoder_of, head_of, is_scalar
 
+PREFIX = "layers.*."
+
 
 def is_tied(model: Any) -> bool:
-    """Return whether input and output embeddings are one parameter."""
+    """Return whether embedding and head are one."""
     return head_of(model).weight is model.get_input_embeddings().weight
 
 
@@ -101,9 +103,8 @@ def layer_styles(config: Any) -> dict[str, str]:
 
     Raises: ValueError for a model for which it has no plan.
     """
-    prefix = "layers.*."
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    found = {name.removeprefix(prefix): style for name, style in plan.items() if prefix in name}
+    plan = (getattr(config, "base_model_tp_plan", None) or {}).items()
+    found = {name.removeprefix(PREFIX): style for name, style in plan if PREFIX in name}
     if not found:
         raise ValueError(f"transformers has no plan for tensor parallelism of {config.model_type}")
     return found
@@ -111,10 +112,8 @@ def layer_styles(config: Any) -> dict[str, str]:
 
 def experts_of(config: Any) -> set[str]:
     """Return the names in a layer of experts that transformers can divide among ranks."""
-    prefix = "layers.*."
-    plan = getattr(config, "base_model_ep_plan", None) or {}
-    found = {name for name, style in plan.items() if style == "ep_dispatch_experts"}
-    return {name.removeprefix(prefix) for name in found}
+    plan = (getattr(config, "base_model_ep_plan", None) or {}).items()
+    return {name.removeprefix(PREFIX) for name, style in plan if style == "ep_dispatch_experts"}
 
 
 def layer_plan(

@@ -222,7 +222,7 @@ def shared_out(sizes: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def saved_weights(folder: Path) -> list[Path]:
-    """Return a checkpoint's files of weights."""
+    """Return the files with a checkpoint's weights, whole ones or pieces."""
     return sorted([*folder.glob("model.safetensors"), *folder.glob(PIECES)])
 
 

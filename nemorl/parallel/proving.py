@@ -111,7 +111,7 @@ def prove(config: Any, *, device: str = "cpu") -> dict[Capability, Proof]:
 
 
 def proved_now(config: Any) -> Proofs:
-    """Prove, and keep it for later runs."""
+    """Prove what models can do, and keep it for later runs."""
     found = prove(config)
     keep(config, found)
     return found
@@ -215,7 +215,7 @@ def _rolled(values: Tensor, shifts: list[int]) -> Tensor:
 
 
 def weighted(output: Any, batch: TokenBatch) -> LossOutput:
-    """Sum weighted log-probabilities."""
+    """Return the sum of the weighted log-probabilities."""
     return LossOutput((output.token_logprobs * batch.loss_weights).sum(), {})
 
 
@@ -251,7 +251,7 @@ def _settings(trainer: TrainerConfig, **others: Any) -> BackendConfig:
 
 @contextmanager
 def trained(model: Any, settings: BackendConfig) -> Iterator[Any]:
-    """Set up a backend in the block."""
+    """Have a training backend for a model in the block."""
     from nemorl.parallel.dtensor.backend import DTensorBackend
 
     backend = DTensorBackend(model)

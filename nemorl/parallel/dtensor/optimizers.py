@@ -175,7 +175,7 @@ class AdamW8bit:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizers:
-    """Make the configuration's optimizer."""
+    """Make the optimizer that the configuration names, of a model's trainable parameters."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     hidden = {} if config.name == "adamw" else _hidden_matrices(model, trained)
     adamw = make_adamw([each for name, each in trained.items() if name not in hidden], config)

@@ -36,7 +36,7 @@ PREFIX = "layers.*."
 
 
 def is_tied(model: Any) -> bool:
-    """Return whether embedding and head are one."""
+    """Return whether input and output embeddings are one parameter."""
     return head_of(model).weight is model.get_input_embeddings().weight
 
 

@@ -115,7 +115,9 @@ def main(settings: Demo) -> None:
             lora=nemorl.LoRAConfig(rank=16),
             optimizer=nemorl.OptimizerConfig(lr=3e-4, schedule="linear", min_lr_ratio=0.1),
             generation=nemorl.GenerationConfig(max_new_tokens=20, temperature=0.8),
-            run=nemorl.RunConfig(dir=str(run), seed=settings.seed, resume="auto"),
+            run=nemorl.RunConfig(
+                dir=str(run), seed=settings.seed, resume="auto", save_period=10, keep_checkpoints=9
+            ),
             reward="last_number",
             num_prompts_per_step=settings.prompts,
             num_generations_per_prompt=8,

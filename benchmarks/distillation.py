@@ -12,7 +12,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import command, interleaved, load_tokenizer, median_ratio, quiet, save_model, silence
+from common import (
+    command,
+    interleaved,
+    load_tokenizer,
+    median_ratio,
+    quiet,
+    save_model,
+    share_of_even,
+    silence,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +52,8 @@ def main(options: Options) -> None:
         with silence():
             result = nemorl.train(
                 str(folder / "model"),
-                [{"prompt": "<unknown>" * n, "answer": "t9"} for n in range(1, 20)],
+                [{"prompt": "<unknown>" * n} for n in range(1, 20)],
+                share_of_even,
                 algorithm=algorithm,
                 max_num_steps=options.steps,
                 max_new_tokens=options.new_tokens,

@@ -1,4 +1,4 @@
-"""Draw docs/distillation.png: the model of `make demo` is the teacher, and a fresh one is distilled.
+"""Draw docs/distillation.png: the model of `make demo` is the teacher of a fresh one.
 
     python tools/distillation_figure.py runs/demo-0 runs/smollm2
 

@@ -18,7 +18,6 @@ with v = 0).
 """
 
 import torch
-from torch import Tensor
 
 from nemorl.checks import at_least, require
 from nemorl.losses.kl import kl
@@ -100,8 +99,7 @@ def clipped(
     if dual_clip is not None:
         losses = torch.where(A < 0, torch.minimum(losses, -A * dual_clip), losses)
         fractions["clip_fraction_dual"] = (A < 0) & (ratio > dual_clip)
-    metrics = _metrics(ratio, log_ratio, mask, **fractions)
-    return _weighted(losses, loss_weights, importance_weights, metrics)
+    return _output(losses, loss_weights, importance_weights, ratio, log_ratio, **fractions)
 
 
 def gspo(
@@ -188,10 +186,8 @@ def cispo(
     ratio = bounded_exp(log_ratio.detach())
     low, high = 0.0 if clip_low is None else 1 - clip_low, 1 + clip_high
     losses = -A * ratio.clamp(low, high) * masked(mask, token_logprobs)
-    metrics = _metrics(
-        ratio, log_ratio, mask, clip_fraction_low=ratio < low, clip_fraction_high=ratio > high
-    )
-    return _weighted(losses, loss_weights, importance_weights, metrics)
+    fractions = {"clip_fraction_low": ratio < low, "clip_fraction_high": ratio > high}
+    return _output(losses, loss_weights, importance_weights, ratio, log_ratio, **fractions)
 
 
 def sapo(
@@ -224,7 +220,7 @@ def sapo(
     ratio = bounded_exp(log_ratio)
     tau = torch.where(A > 0, temperature_positive, temperature_negative)
     losses = -A * (tau * (ratio - 1)).sigmoid() * 4 / tau
-    return _weighted(losses, loss_weights, importance_weights, _metrics(ratio, log_ratio, mask))
+    return _output(losses, loss_weights, importance_weights, ratio, log_ratio)
 
 
 def gmpo(
@@ -257,14 +253,11 @@ def gmpo(
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     clipped_log = torch.where(A > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
     s = bounded_exp(masked(mask, segment_mean(clipped_log, mask, segment_ids)))
-    metrics = _metrics(
-        s,
-        log_ratio,
-        mask,
-        clip_fraction_low=(A < 0) & (log_ratio < -clip_low),
-        clip_fraction_high=(A > 0) & (log_ratio > clip_high),
-    )
-    return _weighted(-A * s, loss_weights, importance_weights, metrics)
+    fractions = {
+        "clip_fraction_low": (A < 0) & (log_ratio < -clip_low),
+        "clip_fraction_high": (A > 0) & (log_ratio > clip_high),
+    }
+    return _output(-A * s, loss_weights, importance_weights, s, log_ratio, **fractions)
 
 
 def reinforce(
@@ -290,7 +283,7 @@ def reinforce(
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     ratio = bounded_exp(log_ratio.detach())
     losses = -A * (ratio + _zero_with_gradient(token_logprobs, mask))
-    return _weighted(losses, loss_weights, importance_weights, _metrics(ratio, log_ratio, mask))
+    return _output(losses, loss_weights, importance_weights, ratio, log_ratio)
 
 
 def _log_ratio(token_logprobs: PerToken, prev_logprobs: PerToken, mask: TokenMask) -> PerToken:
@@ -303,40 +296,38 @@ def _zero_with_gradient(token_logprobs: PerToken, mask: TokenMask) -> PerToken:
     return logprobs - logprobs.detach()
 
 
-def _metrics(
-    ratio: PerToken, log_ratio: PerToken, mask: TokenMask, **fractions: TokenMask
-) -> Metrics:
-    return {
-        "ratio_mean": mean_of(ratio, mask),
-        "ratio_min": min_of(ratio, mask),
-        "ratio_max": max_of(ratio, mask),
-        **_kl_metrics(log_ratio, mask),
-        **{name: share_of(condition, mask) for name, condition in fractions.items()},
-    }
-
-
 def _kl_metrics(log_ratio: PerToken, mask: TokenMask) -> Metrics:
     log_ratio = log_ratio.detach()
     k3 = log_ratio.clamp(max=MAX_LOG_RATIO).expm1() - log_ratio
     return {"approx_kl_k1": mean_of(-log_ratio, mask), "approx_kl_k3": mean_of(k3, mask)}
 
 
-def _weighted(
-    losses: PerToken, loss_weights: PerToken, importance_weights: Tensor | None, metrics: Metrics
+def _output(
+    losses: PerToken,
+    loss_weights: PerToken,
+    importance_weights: PerToken | None,
+    ratio: PerToken,
+    log_ratio: PerToken,
+    **fractions: TokenMask,
 ) -> LossOutput:
     mask, weights = loss_weights != 0, at_least_float32(loss_weights)
-    if importance_weights is None:
-        return LossOutput((weights * losses).sum(), metrics)
-    importance = masked(mask, importance_weights.detach())
-    # A dropped token (v = 0) is cut off before the product: its loss may be infinite.
-    losses = torch.where(importance != 0, losses, 0.0)
     metrics = {
-        **metrics,
-        "importance_weight_mean": mean_of(importance, mask),
-        "importance_weight_max": max_of(importance, mask),
-        "masked_fraction": share_of(importance == 0, mask),
+        "ratio_mean": mean_of(ratio, mask),
+        "ratio_min": min_of(ratio, mask),
+        "ratio_max": max_of(ratio, mask),
+        **_kl_metrics(log_ratio, mask),
+        **{name: share_of(condition, mask) for name, condition in fractions.items()},
     }
-    return LossOutput((weights * importance * losses).sum(), metrics)
+    if importance_weights is not None:
+        importance = masked(mask, importance_weights.detach())
+        # A dropped token (v = 0) is cut off before the product: its loss may be infinite.
+        weights, losses = weights * importance, torch.where(importance != 0, losses, 0.0)
+        metrics |= {
+            "importance_weight_mean": mean_of(importance, mask),
+            "importance_weight_max": max_of(importance, mask),
+            "masked_fraction": share_of(importance == 0, mask),
+        }
+    return LossOutput((weights * losses).sum(), metrics)
 
 
 def kl_loss(

@@ -139,7 +139,6 @@ def _check_bounds(*given: Bounds | None) -> None:
 def _ratios(
     log_ratio: PerToken, usable: TokenMask, segment_ids: TokenIds | None
 ) -> dict[str, PerToken]:
-    """Return the ratio of each level, bounded."""
     logs = {
         "token": log_ratio,
         "sequence": segment_sum(log_ratio, segment_ids),

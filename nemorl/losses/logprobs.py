@@ -275,7 +275,6 @@ class HeadOutputs(NamedTuple):
 
 
 def _likeliest(local: Tensor, k: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The ids of the k largest logits of all ranks."""
     size = local.shape[1]
     values, ids = local.topk(min(k, size))
     if group is None:
@@ -285,7 +284,6 @@ def _likeliest(local: Tensor, k: int, group: dist.ProcessGroup | None) -> Tensor
 
 
 def _joined(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The columns of all ranks."""
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, values.contiguous(), group=group)
     return torch.cat(parts, -1)
@@ -452,7 +450,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 h, y = hidden[rows].to(dtype), ids[rows]
                 capped = _capped(at_least_float32(h @ head.t()), softcap)
                 logits = _local_logits(capped, y, group, kind)
-                slope = None if softcap is None else _slope(capped, softcap)
+                slope = None if softcap is None else 1 - (capped / softcap) ** 2
                 del capped
                 if group is None and of.entropy is None and not of.rest:
                     grad = logits.softmax(-1) * of.offset[rows]
@@ -516,10 +514,6 @@ class Logits:
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _slope(capped: Tensor, softcap: float) -> Tensor:
-    return 1 - (capped / softcap) ** 2
 
 
 def flat_linear_logprobs(

@@ -198,36 +198,23 @@ class Devices:
 def _check_used(
     plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ranked: bool
 ) -> None:
-    for name, used, purpose in (
-        ("cp_method", plan.cp > 1, "parallel.cp above 1"),
-        ("sequence_parallel", plan.tp > 1, "parallel.tp above 1"),
-        ("reduce_dtype", ranked, "gradients that several devices sum"),
+    for section, name, used, purpose in (
+        ("parallel", "cp_method", plan.cp > 1, "parallel.cp above 1"),
+        ("parallel", "sequence_parallel", plan.tp > 1, "parallel.tp above 1"),
+        ("parallel", "reduce_dtype", ranked, "gradients that several devices sum"),
+        ("runtime", "tp_across_nodes", plan.tp > 1, "parallel.tp above 1"),
     ):
         if not used:
-            refuse_unused("parallel", plan, f"is for {purpose}", "remove it", names=[name])
-    if plan.tp == 1:
-        refuse_unused(
-            "runtime",
-            runtime,
-            "is for parallel.tp above 1",
-            "remove it",
-            names=["tp_across_nodes"],
-        )
+            config = plan if section == "parallel" else runtime
+            refuse_unused(section, config, f"is for {purpose}", "remove it", names=[name])
     if torchrun:
-        refuse_unused(
-            "runtime",
-            runtime,
-            "is not for runs under torchrun, which starts the processes",
-            "remove it; torchrun has --nproc-per-node and --max-restarts",
-            names=["max_restarts", "cpus_per_rank", "oversubscribe"],
-        )
+        must = "is not for runs under torchrun, which starts the processes"
+        remedy = "remove it; torchrun has --nproc-per-node and --max-restarts"
+        names = ["max_restarts", "cpus_per_rank", "oversubscribe"]
+        refuse_unused("runtime", runtime, must, remedy, names=names)
     if not ranked:
-        refuse_unused(
-            "runtime",
-            runtime,
-            "is for several ranks",
-            "add a degree of parallel, or remove it",
-        )
+        remedy = "add a degree of parallel, or remove it"
+        refuse_unused("runtime", runtime, "is for several ranks", remedy)
 
 
 def _check_time(config: BaseConfig, *, ranked: bool) -> None:
@@ -470,11 +457,15 @@ def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig | N
     """Return a run's settings as `nemorl plan` has them."""
     sections = {name: getattr(config, name) for name in ("trainer", "optimizer", "lora")}
     engines = sections["generation"] = engines or GenerationConfig()
+    for name, given in sections.items():
+        usual = type(given)()
+        unused = {each: getattr(usual, each) for each in PlanConfig.unused[name]}
+        sections[name] = replace(given, **unused)
     return PlanConfig(
         gpus=devices.plan.num_ranks * engines.devices_per_replica,
         seq_len=engines.max_model_len or config.longest_row,
         keep_reference=keeps_reference(config),
-        **{name: _without(given, PlanConfig.unused[name]) for name, given in sections.items()},
+        **sections,
     )
 
 
@@ -482,8 +473,3 @@ def keeps_reference(config: BaseConfig) -> bool:
     """Return whether the trainer keeps the initial model."""
     needed = getattr(config, "needs_reference", False)
     return needed and getattr(config, "reference", "live") == "live"
-
-
-def _without(section: Any, names: tuple[str, ...]) -> Any:
-    usual = type(section)()
-    return replace(section, **{name: getattr(usual, name) for name in names})

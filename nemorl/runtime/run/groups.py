@@ -69,7 +69,6 @@ class PromptStream:
         return self.of(groups)
 
     def of(self, groups: Sequence[Group]) -> Prompts:
-        """Return the prompts of groups."""
         rows, taken = self.rows, [group.row for group in groups]
         require(
             max(taken) < rows.num_rows,

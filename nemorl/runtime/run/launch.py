@@ -80,22 +80,19 @@ def _as_given(
 
     rows = {"train": train, "validation": validation}
     names = {key: name for key, value in rows.items() if (name := named(value))}
-    config = replace(config, data=replace(config.data, **names))
+    changed: dict[str, Any] = {"data": replace(config.data, **names)}
     if environment is not None and hasattr(config, "rollout"):
         kept = named(environment) or _given(environment)
-        changed = {"rollout": replace(config.rollout, environment=kept)}
-        config = replace(config, **changed)
+        changed["rollout"] = replace(config.rollout, environment=kept)
     sources = [getattr(config.data, key) if value is None else value for key, value in rows.items()]
     if config.run.display != "none" and not is_follower():
         print_known(*sources)
-    if not hasattr(config, "reward"):
-        return config
-    if reward is None:
+    if reward is not None:
+        changed["reward"] = named(reward) or _given(reward)
+    elif hasattr(config, "reward"):
         if not config.generates(answers=False):
             sources = sources[:1] if config.data.held_out else sources[1:]
-        own: Any = config
-        return replace(own, reward=reward_for(own.reward, *sources))
-    changed = {"reward": named(reward) or _given(reward)}
+        changed["reward"] = reward_for(config.reward, *sources)
     return replace(config, **changed)
 
 

@@ -185,7 +185,6 @@ class Ages:
         return max(self._counts, default=0)
 
     def metrics(self) -> dict[str, float]:
-        """Return mean, maximum and limit of the ages, and the share of each."""
         if not (total := self._counts.total()):
             return {}
         return {

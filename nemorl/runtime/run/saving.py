@@ -56,24 +56,13 @@ class TrainResult:
         return f"TrainResult({values}, path={str(self.paths.path)!r})"
 
     def _repr_html_(self) -> str:
-        return html_table("TrainResult", {**self._shown(), "path": self.paths.path})
+        shown = {**self._shown(), "path": str(self.paths.path)}
+        rows = (f"<tr><td>{k}</td><td>{escape(v)}</td></tr>" for k, v in shown.items())
+        return f"<b>TrainResult</b><table>{''.join(rows)}</table>"
 
 
 SHOWN = ("reward", "val_reward", "accuracy", "val_accuracy", "loss", "val_loss")
 """The metrics that a result shows of itself."""
-
-
-def html_table(title: str, values: Mapping[str, Any]) -> str:
-    """Return names and values as a table for a notebook.
-
-    >>> html_table("Run", {"lr": 0.1})
-    '<b>Run</b><table><tr><td>lr</td><td>0.1</td></tr></table>'
-    """
-    rows = (
-        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>"
-        for name, value in values.items()
-    )
-    return f"<b>{escape(title)}</b><table>{''.join(rows)}</table>"
 
 
 def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -310,10 +299,13 @@ def loop_callbacks(
     """Return the callbacks of a loop: those that save come after those that record."""
     config, directory, quiet = launch.config, launch.directory, launch.quiet
     launch.log.total_steps = total_steps
-    models = {name: getattr(each, "model", None) for name, each in backends.items()}
-    if not has_method(config, "weights"):  # those of a Hugging Face model are its parameters
-        models = {key: each for key, each in models.items() if hasattr(each, "save_pretrained")}
-    exported = {name: model for name, model in models.items() if model is not None}
+    given = has_method(config, "weights")  # else those of a Hugging Face model are its parameters
+    models: dict[str, Any] = {n: getattr(each, "model", None) for n, each in backends.items()}
+    exported = {
+        name: model
+        for name, model in models.items()
+        if hasattr(model, "save_pretrained") or (given and model is not None)
+    }
     logged = LoggedRun(
         directory=directory,
         run_id=launch.log.record.run_id,

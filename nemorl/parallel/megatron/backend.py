@@ -252,7 +252,7 @@ class Source:
         return {name: tuple(each.shape) for name, each in self.tensors.items()}
 
     def fingerprint(self, world: World) -> str:
-        """Return the weights' fingerprint. A collective call: each rank reads some tensors."""
+        """A collective call: each rank reads some tensors."""
         shapes = self.shapes
         owners = shared_out({name: prod(shape) for name, shape in shapes.items()}, world.size)
         boxes = (self._whole(name) for name in shapes if owners[name] == world.rank)

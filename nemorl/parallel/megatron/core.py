@@ -108,16 +108,13 @@ def runtime(device: torch.device) -> Iterator[None]:
         yield
 
 
-DEFAULT_TIMEOUT_S = 1800.0
-
-
 def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None = None) -> World:
     """Join the ranks that the environment names; a collective call.
 
     megatron-core has one division of the ranks per process: other degrees replace it, and end the
     models of the former.
     """
-    timeout_s = timeout_s or DEFAULT_TIMEOUT_S
+    timeout_s = timeout_s or 1800.0
     device = start_process_group(device_name, timeout=timedelta(seconds=timeout_s))
     plan = plan.on(dist.get_world_size()).with_precision(accelerator=is_accelerator(device))
     key = plan.tp, plan.pp, plan.cp, plan.ep, device, timeout_s, dist.group.WORLD

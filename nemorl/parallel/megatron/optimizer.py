@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,9 @@ class ShardedAdamW:
 
     @property
     def reducing(self) -> bool:
-        return self._reduction is not None and self._reduction.under_way
+        orders = [] if self._reduction is None else self._reduction.orders
+        groups = (group for order in orders for group in order.groups)
+        return any(group.grad_reduce_handle is not None for group in groups)
 
     def zero_grad(self) -> None:
         if self._reduction is not None:
@@ -218,16 +221,9 @@ class Reduction:
             InOrder([group for model in backward for group in model.expert_parallel_bucket_groups]),
         ]
 
-    @contextmanager
-    def adding(self, *, last: bool) -> Iterator[None]:
-        config = self.models[0].config
-        with ExitStack() as stack:
-            if last:
-                config.no_sync_func = self._waiting
-                stack.callback(setattr, config, "no_sync_func", None)
-            else:
-                stack.enter_context(self._waiting())
-            yield
+    def adding(self, *, last: bool) -> AbstractContextManager[Any]:
+        settings = self.models[0].config
+        return patch.object(settings, "no_sync_func", self._waiting) if last else self._waiting()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -239,11 +235,6 @@ class Reduction:
     def start(self) -> None:
         for order in self.orders:
             order.start_all()
-
-    @property
-    def under_way(self) -> bool:
-        groups = (group for order in self.orders for group in order.groups)
-        return any(group.grad_reduce_handle is not None for group in groups)
 
     def reset(self) -> None:
         for order in self.orders:

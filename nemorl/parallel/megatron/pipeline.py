@@ -19,7 +19,7 @@ from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.experts import Load
 from nemorl.parallel.layout import Layout
 from nemorl.parallel.megatron.core import get_forward_backward_func, runtime
-from nemorl.parallel.megatron.routing import balancing, copies_of, routes_of
+from nemorl.parallel.megatron.routing import balancing, by_state, routes_of
 from nemorl.parallel.tokens import RankInputs, planned
 from nemorl.parallel.world import DTYPES, World
 
@@ -93,7 +93,7 @@ class Pipeline:
         routes = routes_of(part, work, self.world, stage.number, num_layers=layers)
         routing = {"routes": routes}
         if trainer.router_aux_loss_coef:
-            routing["copies"] = copies_of(part, work, self.world)
+            routing["copies"] = by_state(work.copies(part.segment_ids.cpu() > 0), self.world)
         part = replace(part, routed_experts=None, route_ids=None)
         rows, work, routing = to_device((part, work, routing), self.world.device)
         inputs = RankInputs.of(rows, work, self.world, chunk=trainer.chunk, needs=needs)

@@ -122,11 +122,6 @@ def routes_of(
     return by_state(work.computed(own[stage // pp], free=-1), world)
 
 
-def copies_of(part: TokenBatch, work: Work, world: World) -> Float[Tensor, "tokens"]:
-    """Return for how many tokens of a microbatch each one stands that this rank's routers get."""
-    return by_state(work.copies(part.segment_ids.cpu() > 0), world)
-
-
 def by_state(values: Shaped[Tensor, "batch part *rest"], world: World) -> Shaped[Tensor, "_ *rest"]:
     """Return a rank's values of tokens in the order of its routers' hidden states."""
     values = values.transpose(0, 1)

@@ -54,8 +54,6 @@ HEAD = "output_layer.weight"
 
 
 class Rows(NamedTuple):
-    """Rows of a Hugging Face tensor."""
-
     name: str
     first: int
     shape: tuple[int, ...]
@@ -81,7 +79,8 @@ class Conversion:
         experts.
         """
         found, last = {}, len(self.layers) - 1
-        embedding, part = Entry("rows", ("model.embed_tokens.weight",)), self._part(stage)
+        embedding = Entry("rows", ("model.embed_tokens.weight",))
+        part = stage // self.world.plan.pp
         if stage == 0:
             found[f"{part}.embedding.word_embeddings.weight"] = embedding
         for number, index in enumerate(self.layers[stage]):
@@ -106,17 +105,15 @@ class Conversion:
                 found[head] = embedding
         return found
 
-    def _part(self, stage: int) -> int:
-        return stage // self.world.plan.pp
-
     def entries_of_experts(self, stage: int, rank: int) -> dict[str, Entry]:
         """Return the same of the experts of a rank of expert parallelism."""
         found: dict[str, Entry] = {}
         if self.experts is None:
             return found
-        (where, *names), divided = self.experts, self.world.plan.ep == 1
+        (where, *names), plan = self.experts, self.world.plan
+        part, divided = stage // plan.pp, plan.ep == 1
         for number, index in enumerate(self.layers[stage]):
-            layer = f"{self._part(stage)}.decoder.layers.{number}.mlp.experts.local_experts"
+            layer = f"{part}.decoder.layers.{number}.mlp.experts.local_experts"
             for expert in range(self.num_experts):
                 theirs = rank * self.num_experts + expert
                 whole = f"model.layers.{index}.{where}.experts.{theirs}"
@@ -274,7 +271,6 @@ def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> l
 
 
 def own_weights(boxes: list[SpanBox], optimizer: ShardedAdamW) -> Pieces:
-    """Return the pieces of weights, and their values in float32."""
     values = (box.of(optimizer.main(box.parameter)) for box in boxes)
     return [box.piece for box in boxes], values
 

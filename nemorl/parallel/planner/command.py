@@ -321,7 +321,6 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
 
 
 def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
-    """Return the divisors of a number that are possible."""
     wanted = given or (None if free else 1)
     return [n for n in range(1, number + 1) if number % n == 0 and wanted in (None, n)]
 
@@ -348,14 +347,12 @@ def estimate(step: PlannedStep) -> Candidate:
             step = with_offloading(step, step.can_offload)
         cache = cache_of(step, can_empty=can_empty)
         moments.append(step.generation_memory(states_of(step), generation=engine, cache=cache))
-    fullest = max(moments, key=lambda moment: moment.total)
-    host = min(step.work.gpus, step.work.gpus_per_node) * host_of(step)
     return Candidate(
         plan=step.plan,
-        fullest=fullest,
+        fullest=max(moments, key=lambda moment: moment.total),
         sent=sent,
         slow=slow,
-        host=host,
+        host=min(step.work.gpus, step.work.gpus_per_node) * host_of(step),
         sharing=shared,
         apart=apart,
     )

@@ -30,7 +30,6 @@ class PlannedStage:
         return min(ahead + 1, plan.vpp * count) / plan.vpp
 
     def ends(self) -> list[Matrix]:
-        """Return the parameters outside of layers."""
         model = self.step.model
         embedding, *others = model.ends
         found = [embedding] if self.index == 0 else []
@@ -62,7 +61,6 @@ class PlannedStage:
         return together, together * plan.tp // plan.ep if plan.ep > 1 else together
 
     def states(self) -> Memory:
-        """Return what a device keeps from step to step."""
         step, numbers = self.step, self.parameters + self.of_experts
         size, gradient = step.dtype_size, BYTES[step.plan.reduce_dtype]
         main = STATE if size < STATE else 0

@@ -124,7 +124,6 @@ class PlannedStep:
         return implements(self.work.trainer.backend, "offload") and not self.plan.cpu_offload
 
     def adapted(self, layer: Layer) -> tuple[Matrix, ...]:
-        """Return the matrices that get an adapter."""
         lora, fused = self.work.lora, FUSED if self.model.num_experts else ()
         if not lora.rank:
             return ()
@@ -155,14 +154,12 @@ class PlannedStep:
         return sum(count * each.shard(self.plan) for count, each in self.model.all())
 
     def kept(self) -> int:
-        """Return the parameters that a device keeps, with adapters."""
         return self.whole_shard + self._adapter_shard
 
     def trained(self) -> int:
         return self._adapter_shard if self.frozen else self.kept()
 
     def states(self) -> Memory:
-        """Return what a device keeps from step to step."""
         if self.plan.cpu_offload:
             return Memory()
         layers, adapted = self.model.layers, self.frozen

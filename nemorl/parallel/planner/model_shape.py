@@ -44,7 +44,6 @@ class Matrix:
         return tuple(n // parts if axis == cut else n for axis, n in enumerate(self.shape))
 
     def on(self, plan: ParallelPlan) -> int:
-        """Return the size of a device's part."""
         return prod(self.local(plan))
 
     def shard(self, plan: ParallelPlan) -> int:

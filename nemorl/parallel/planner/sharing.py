@@ -185,6 +185,5 @@ def sharing(
 
 
 def with_offloading(step: PlannedStep, offloads: bool) -> PlannedStep:
-    """Return the step with or without offloading during generation."""
     trainer = replace(step.work.trainer, offload_during_generation=offloads)
     return replace(step, work=replace(step.work, trainer=trainer))

@@ -226,7 +226,7 @@ class Stage(core.GPTModel):
 
     def _head_weight(self) -> Tensor:
         for wait in self.output_layer._forward_pre_hooks.values():
-            wait(self.output_layer, ())  # it may be gathered (`Gathering`), and is not called
+            wait(self.output_layer, ())  # it may be gathered (`ShardedAdamW`), and is not called
         shares = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if shares else self.output_layer.weight
 
@@ -285,12 +285,6 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
-        # Without fusions, whose kernels belong to Transformer Engine and Apex.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
         # A loss is a sum: nothing is divided by microbatches, tokens or ranks.
         calculate_per_token_loss=True,
         # Stages send each other the shapes of microbatches.

@@ -38,8 +38,27 @@ class ShardedAdamW:
         self.models = [
             core.DistributedDataParallel(stage.config, settings, stage) for stage in stages
         ]
-        self._reduction = Reduction(self.models) if world.plan.overlap_grad_reduce else None
-        self._gathering = Gathering(self.models) if world.plan.overlap_param_gather else None
+        self._reductions: list[InOrder] = []
+        if world.plan.overlap_grad_reduce:
+            backward = self.models[::-1]
+            # With process groups of their own.
+            self._reductions = [
+                InOrder([group for model in backward for group in model.bucket_groups]),
+                InOrder([each for m in backward for each in m.expert_parallel_bucket_groups]),
+            ]
+        self._gathered: list[Any] = []
+        """Groups of buckets to gather until their modules are called, in the order of a forward
+        pass (`overlap_param_gather`).
+        """
+        if world.plan.overlap_param_gather:
+            # megatron-core makes buckets from the last layer to the first.
+            self._gathered = [
+                group
+                for model in self.models
+                for groups in (model.bucket_groups, model.expert_parallel_bucket_groups)
+                for group in reversed(groups)
+            ]
+        self._skip_gathering()
         dtype = DTYPES[world.plan.precision]
         self._settings = core.OptimizerConfig(
             bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=True
@@ -78,19 +97,28 @@ class ShardedAdamW:
     def part(self, parameter: nn.Parameter) -> Any:
         return self.parts[0 if getattr(parameter, "allreduce", True) else -1]
 
-    def adding(self, *, last: bool) -> AbstractContextManager[None]:
+    def adding(self, *, last: bool) -> AbstractContextManager[Any]:
         """Let a schedule add gradients in the block, the last ones of a step or not."""
-        return nullcontext() if self._reduction is None else self._reduction.adding(last=last)
+        if not self._reductions:
+            return nullcontext()
+        settings = self.models[0].config
+        return patch.object(settings, "no_sync_func", self._waiting) if last else self._waiting()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(model.no_sync())
+            yield
 
     @property
     def reducing(self) -> bool:
-        orders = [] if self._reduction is None else self._reduction.orders
-        groups = (group for order in orders for group in order.groups)
+        groups = (group for order in self._reductions for group in order.groups)
         return any(group.grad_reduce_handle is not None for group in groups)
 
     def zero_grad(self) -> None:
-        if self._reduction is not None:
-            self._reduction.reset()
+        for order in self._reductions:
+            order.reset()
         for model in self.models:
             model.restore_grad_buffers(synchronize=False)
             model.zero_grad_buffer()
@@ -104,7 +132,6 @@ class ShardedAdamW:
             part.zero_grad()
 
     def held(self) -> Iterator[Tensor]:
-        """Yield the gradients, AdamW's spans and its state."""
         for model in self.models:
             for buffer in (*model.buffers, *model.expert_parallel_buffers):
                 yield buffer.grad_data
@@ -116,11 +143,10 @@ class ShardedAdamW:
 
     def reduce(self) -> Float[Tensor, ""]:
         """Sum the gradients over ranks, and return the whole norm; a collective call."""
-        if self._reduction is not None:
-            self._reduction.start()
+        for order in self._reductions:
+            order.start_all()
         core.finalize_model_grads(self.models, None)
-        if self._gathering is not None:
-            self._gathering.skip()
+        self._skip_gathering()
         squares = torch.zeros((), device=self.device)
         for part in self.parts:
             part.prepare_grads()
@@ -139,16 +165,18 @@ class ShardedAdamW:
         for part in self.parts:
             # Its own step would gather all parameters for each part.
             core.MixedPrecisionOptimizer.step_with_ready_grads(part)
-        if self._gathering is not None:
-            self._gathering.start()
-            return
-        for model in self.models:
-            model.start_param_sync()
+        for each in self._gathered or self.models:
+            each.start_param_sync()
+
+    def _skip_gathering(self) -> None:
+        """Keep modules from gathering before a step: ranks may call them unequally often."""
+        for group in self._gathered:
+            group.param_gather_dispatched = True
 
     def wait(self) -> None:
         """Wait for the last step's parameters, before others than their modules use them."""
-        if self._gathering is not None:
-            self._gathering.wait()
+        for group in self._gathered:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def span(self, parameter: nn.Parameter) -> slice | None:
         part = self.part(parameter)
@@ -178,71 +206,11 @@ class ShardedAdamW:
         return whole
 
 
-class Gathering:
-    """Gathers the buckets of models until their modules are called (`overlap_param_gather`)."""
-
-    def __init__(self, models: Sequence[Any]) -> None:
-        # megatron-core makes buckets from the last layer to the first.
-        self.groups = [
-            group
-            for model in models
-            for groups in (model.bucket_groups, model.expert_parallel_bucket_groups)
-            for group in reversed(groups)
-        ]
-        self.skip()
-
-    def start(self) -> None:
-        """Start to gather after a step, in the order of a forward pass."""
-        for group in self.groups:
-            group.start_param_sync()
-
-    def skip(self) -> None:
-        """Keep modules from gathering before a step: ranks may call them unequally often."""
-        for group in self.groups:
-            group.param_gather_dispatched = True
-
-    def wait(self) -> None:
-        for group in self.groups:
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-
-class Reduction:
-    """Starts to reduce the buckets of models in a step's last microbatch (`overlap_grad_reduce`),
-    in the same order on all ranks. megatron-core would start each as it gets its gradients, and
-    none with a parameter that has no gradient.
-    """
-
-    def __init__(self, models: Sequence[Any]) -> None:
-        self.models = models
-        backward = list(reversed(models))
-        # With process groups of their own.
-        self.orders = [
-            InOrder([group for model in backward for group in model.bucket_groups]),
-            InOrder([group for model in backward for group in model.expert_parallel_bucket_groups]),
-        ]
-
-    def adding(self, *, last: bool) -> AbstractContextManager[Any]:
-        settings = self.models[0].config
-        return patch.object(settings, "no_sync_func", self._waiting) if last else self._waiting()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for model in self.models:
-                stack.enter_context(model.no_sync())
-            yield
-
-    def start(self) -> None:
-        for order in self.orders:
-            order.start_all()
-
-    def reset(self) -> None:
-        for order in self.orders:
-            order.reset()
-
-
 class InOrder:
-    """Starts the reductions of groups of buckets in order, each once it is ready."""
+    """Starts to reduce groups of buckets in a step's last microbatch (`overlap_grad_reduce`), each
+    once it is ready, in the same order on all ranks. megatron-core would start each as it gets its
+    gradients, and none with a parameter that has no gradient.
+    """
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self.groups, self.starts = groups, [group.start_grad_sync for group in groups]

@@ -85,23 +85,22 @@ class PlanConfig:
     def __post_init__(self) -> None:
         names = ("gpus", "seq_len", "batch_rows", "gpus_per_node", "show")
         at_least(1, **{name: getattr(self, name) for name in names})
-        memory = self.gpu_memory
+        memory, reserve = self.gpu_memory, self.reserve
         require(memory > 0, "gpu_memory", "must be positive", memory, "the default is 80")
-        valid, requirement = 0 <= self.reserve < 1, "must lie in 0 … 1 (1 excluded)"
-        require(valid, "reserve", requirement, self.reserve, "0.1 leaves a tenth free")
+        must = "must lie in 0 … 1 (1 excluded)"
+        require(0 <= reserve < 1, "reserve", must, reserve, "0.1 leaves a tenth free")
         for section, unused in self.unused.items():
-            given, requirement = getattr(self, section), "has no effect on a plan"
-            refuse_unused(section, given, requirement, "remove it", names=unused)
-        offloads = self.trainer.offload_during_generation
-        name, requirement = "trainer.offload_during_generation", "needs engines on these GPUs"
-        fits, remedy = self.engines or not offloads, "add --generation.backend vllm"
-        require(fits, name, requirement, offloads, remedy)
-        fits, requirement = not self.parallel.cpu_offload, "is not for parallel.cpu_offload"
-        require(fits or not offloads, name, requirement, offloads, "omit one of them")
-        size, requirement = self.generation.devices_per_replica, f"must divide the {self.gpus} GPUs"
-        fits = not self.engines or self.gpus % size == 0
-        name = "generation.tensor_parallel_size · pipeline_parallel_size"
-        require(fits, name, requirement, size, "change it or gpus")
+            must = "has no effect on a plan"
+            refuse_unused(section, getattr(self, section), must, "remove it", names=unused)
+        if offloads := self.trainer.offload_during_generation:
+            name, must = "trainer.offload_during_generation", "needs engines on these GPUs"
+            require(self.engines, name, must, offloads, "add --generation.backend vllm")
+            fits, must = not self.parallel.cpu_offload, "is not for parallel.cpu_offload"
+            require(fits, name, must, offloads, "omit one of them")
+        if self.engines:
+            size, must = self.generation.devices_per_replica, f"must divide the {self.gpus} GPUs"
+            name = "generation.tensor_parallel_size · pipeline_parallel_size"
+            require(self.gpus % size == 0, name, must, size, "change it or gpus")
 
     @property
     def engines(self) -> bool:

@@ -105,8 +105,9 @@ class PlannedStep:
     def heads_width(self) -> tuple[int, int, int]:
         """Widths on a device of queries, of keys, and of the feed-forward."""
         model, tp = self.model, self.plan.tp
-        keys = self.kv_heads * model.head_dim
-        return model.q_size // tp, keys, model.config.intermediate_size // tp
+        query_dim = getattr(model.config, "qk_head_dim", None) or model.head_dim  # latent attention
+        queries = model.num_attention_heads * query_dim // tp
+        return queries, self.kv_heads * model.head_dim, model.config.intermediate_size // tp
 
     @property
     def kv_heads(self) -> int:

@@ -160,11 +160,6 @@ class ModelShape:
         down = next((each.size for each in experts if "down" in each.name), 0)
         return down // max(self.num_experts * self.hidden_size, 1)
 
-    @property
-    def q_size(self) -> int:
-        own = getattr(self.config, "qk_head_dim", None)  # multi-head latent attention
-        return self.num_attention_heads * (own or self.head_dim)
-
     def all(self) -> Iterator[tuple[int, Matrix]]:
         """Yield parameters, each after the number of its like."""
         for layer in self.layers:

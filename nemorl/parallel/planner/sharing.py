@@ -116,7 +116,6 @@ def host_of(step: PlannedStep) -> int:
 
 
 def check_states(step: PlannedStep, card: float) -> None:
-    """Refuse a plan whose parameters, gradients and optimizer exceed a GPU's bytes."""
     least = states_of(step).total
     require(
         least <= card,

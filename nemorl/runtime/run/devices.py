@@ -67,8 +67,7 @@ class Devices:
         address, device = environ["RAY_ADDRESS"] if on_cluster else None, config.trainer.device
         accelerated = computes_on_accelerator(device, gpus=gpus, address=address)
         plan = plan.with_precision(accelerator=accelerated)
-        parallel = replace(config.parallel, param_dtype=plan.param_dtype)
-        config = replace(config, parallel=parallel)
+        config = replace(config, parallel=replace(config.parallel, param_dtype=plan.param_dtype))
         check_training(config, None, plan, limits)
         require(
             limits.traits.generates or not config.generation.traits.on_trainer,
@@ -144,13 +143,11 @@ class Devices:
         return self.machine.gpus - 1 if self.machine.gpus > self.machine.taken else None
 
     def check_model(self, model: Any) -> None:
-        """Refuse a model that can't be trained on these devices or sampled from."""
         if model is not None:
             check_training(self.config, model, self.plan, limits_of(self.config.trainer.backend))
             check_generation(self.config.generation, model, self.machine)
 
     def check_cluster(self, engines: GenerationConfig) -> None:
-        """Refuse a Ray cluster without room for ranks and engines."""
         if not engines.traits.engines or not os.environ.get("RAY_ADDRESS"):
             return
         from nemorl.runtime.engines.replicas import engine_bundles
@@ -184,7 +181,6 @@ class Devices:
             release()
 
     def check_given(self, model: Any) -> None:
-        """Refuse a model in memory where ranks have to load their parts."""
         require(
             model is None or not self.ranked,
             "model",
@@ -244,7 +240,6 @@ def _check_groups(tp: int, environ: Mapping[str, str]) -> None:
 
 
 def check_device(device: str | None, *, ranked: bool, has_gpus: bool) -> None:
-    """Refuse a trainer.device that torch can't use."""
     if ranked:
         require(
             device in (None, "cpu", *["cuda"] * has_gpus),
@@ -430,8 +425,7 @@ def sharing_of(
 ) -> Sharing | None:
     """Return how engines share the GPUs of the ranks; None where sizes are unknown.
 
-    can_offload, can_empty: methods of the training backend.
-    Raises: ValueError where engines have too little memory.
+    can_offload, can_empty, Raises: as `sharing`.
     """
     given = engines.engine.get("gpu_memory_utilization")
     if fit is not None:
@@ -470,6 +464,5 @@ def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig | N
 
 
 def keeps_reference(config: BaseConfig) -> bool:
-    """Return whether the trainer keeps the initial model."""
     needed = getattr(config, "needs_reference", False)
     return needed and getattr(config, "reference", "live") == "live"

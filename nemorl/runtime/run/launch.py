@@ -67,7 +67,7 @@ def _as_given(
     train: Rows,
     validation: Rows,
     reward: Reward | None,
-    environment: Any = None,
+    environment: Any,
 ) -> Config:
     def named(value: Any) -> Any:
         if isinstance(value, list | tuple) and value:

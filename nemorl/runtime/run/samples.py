@@ -228,10 +228,8 @@ def said(conversation: Conversation) -> list[dict[str, Any]]:
     return [found[number] for number in sorted(found)]
 
 
-def worst_tokens(
-    sample: Mapping[str, Any], tokenizer: Any, *, count: int = 3
-) -> list[dict[str, Any]]:
-    """Return the tokens on which sampler and trainer differ most, the worst first."""
+def worst_tokens(sample: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the three tokens on which sampler and trainer differ most, the worst first."""
     pairs = list(zip(sample["logprobs"], sample["trainer_logprobs"], strict=True))
     sampled = sample.get("sampled", [True] * len(pairs))
 
@@ -246,5 +244,5 @@ def worst_tokens(
             "logprob": pairs[place][0],
             "trainer_logprob": pairs[place][1],
         }
-        for place in heapq.nlargest(count, (i for i, own in enumerate(sampled) if own), key=gap)
+        for place in heapq.nlargest(3, (i for i, own in enumerate(sampled) if own), key=gap)
     ]

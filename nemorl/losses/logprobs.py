@@ -489,7 +489,6 @@ def _first_row(weight: Tensor, group: dist.ProcessGroup | None) -> int:
 def _local_logits(
     local: Tensor, ids: Tensor, group: dist.ProcessGroup | None, kind: LogprobKind
 ) -> Tensor:
-    """A chunk's filtered logits of this rank's tokens."""
     if group is None or not kind.filtered:
         return _filtered(local, kind, ids)
     whole = _filtered(_joined(local, group), kind, ids)  # filters need the whole vocabulary

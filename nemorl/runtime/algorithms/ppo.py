@@ -101,7 +101,6 @@ def estimated(
 
 @needs(values=True)
 def critic_loss(output: ForwardOutput, batch: TokenBatch, *, clip: float | None) -> LossOutput:
-    """Return the squared error of the values, clipped around those before the update."""
     assert batch.values is not None and batch.returns is not None
     assert batch.loss_weights is not None
     return value_loss(output.values, batch.values, batch.returns, batch.loss_weights, clip=clip)

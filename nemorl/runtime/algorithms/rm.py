@@ -97,7 +97,6 @@ def pair_loss(output: ForwardOutput, part: TokenBatch, *, centering: float) -> L
 
 
 def validated(run: Run[RMConfig], pairs: Sequence[Together]) -> tuple[dict[str, float], Samples]:
-    """Return metrics over all of the pairs, and some of them."""
     size, batch = run.config.train_global_batch_size, to_batch(pairs)
     values = in_chunks(partial(run.trainer.compute, needs=Needs(values=True)), batch, rows=size)
     output = pair_loss(ForwardOutput(values=values), batch, centering=run.config.centering)

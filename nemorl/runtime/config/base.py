@@ -233,7 +233,6 @@ class RunConfig:
         return None if self.stop_when is None else Condition.parse(self.stop_when)
 
     def require_training_metrics(self) -> None:
-        """Refuse a `metric` or `stop_when` about a validation."""
         for name, rule in (("metric", self.metric), ("stop_when", self.stop_when)):
             require(
                 rule is None or not rule.strip().startswith(VALIDATION),
@@ -315,7 +314,6 @@ class DataConfig:
 
 
 def require_files(field_name: str, source: Any) -> None:
-    """Raise ValueError if a source of rows is a missing file."""
     for path in (Path(part) for part in sources_of(source) if isinstance(part, str | Path)):
         require(
             path.suffix not in READERS or path.is_file(),
@@ -327,7 +325,6 @@ def require_files(field_name: str, source: Any) -> None:
 
 
 def require_rows(rows: object) -> None:
-    """Raise ValueError where there is nothing to train on."""
     if not rows:
         raise ValueError(
             "data.train must name rows to train on: add --data.train FILE, or in Python dataset="

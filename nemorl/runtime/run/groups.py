@@ -236,7 +236,6 @@ class Generation:
         n: int,
         params: SamplingParams,
     ) -> GroupStream:
-        """Return the stream of groups of some prompts, `count` for each step."""
         name = prompts.rows.name
         for stream in self.streams:
             if stream.prompts.rows.name == name:

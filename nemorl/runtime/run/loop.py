@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
@@ -21,7 +20,7 @@ from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.admission import LoopState
 from nemorl.rollout.collect import Rollouts, collect, join
-from nemorl.rollout.conversation import Prompts, segments_of
+from nemorl.rollout.conversation import segments_of
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
@@ -180,10 +179,10 @@ class Run(Generic[Config]):
         The number of prompts taken is saved under `name` with every checkpoint. Raises ValueError
         for rows that the environment can't judge.
         """
-        rows = self.rows if rows is None else rows
-        rows = check_rows(self.environment, rows)
-        found = tokenised_prompts(self.config, rows, self.tokenizer, self.environment)
-        prompts, self.lengths[name] = found
+        rows = check_rows(self.environment, self.rows if rows is None else rows)
+        prompts, self.lengths[name] = tokenised_prompts(
+            self.config, rows, self.tokenizer, self.environment
+        )
         return PromptStream(prompts, self.order(prompts.rows, name=name))
 
     def order(self, rows: Sequence[Any], *, name: str = "train") -> RowStream:
@@ -200,7 +199,22 @@ class Run(Generic[Config]):
         check_rows(environment, rows)
         prompts, lengths = tokenised_prompts(self.config, rows, self.tokenizer, environment)
         self.lengths.setdefault("validation", lengths)
-        return partial(_answered, self, prompts, environment)
+
+        def answered() -> tuple[dict[str, float], Samples]:
+            params = self.config.generation.sampling_params(greedy=True)
+            seed = derive_seed(self.config.run.seed, VALIDATION, 0)
+            with self.sampling() as generator:
+                found = collect(generator, environment, prompts, params, seed=seed)
+            count, data = self.config.run.samples_per_step, self.config.data
+            names = self.train_sets if data.held_out else set_names(data.validation)
+            try:
+                outcomes = outcomes_of(found, names)
+                self.launch.directory.append_outcomes(self.state.step, outcomes)
+            except NotWritten as error:
+                warn(f"the run continues without this record: {error}")
+            return measured(found) | by_set(found, names), _shown(found, count)
+
+        return answered
 
     def steps(self, last_step: int, *, validate: Validate | None = None) -> "Steps":
         """Return an iterator over the steps up to `last_step`, from the last checkpoint on.
@@ -216,8 +230,15 @@ class Run(Generic[Config]):
                 " run for it, in a directory of its own"
             )
         if self._num_updates is None:
-            updates = self.config.updates_per_step
-            self.others.check_last_step(last_step, updates, planned=self.num_updates)
+            schedule, updates = self.others.schedule, self.config.updates_per_step
+            require(
+                schedule == "constant" or last_step * updates == self.num_updates,
+                "last_step",
+                f"times {updates} optimizer steps must be the {self.num_updates} for which"
+                f" optimizer.schedule {schedule} is made",
+                last_step,
+                "change max_num_steps, or give nemorl.open_run num_updates=…",
+            )
             self._num_updates = last_step * updates
         if validate is None and self.generates:
             validate = self.questions(self.validation_rows)
@@ -281,22 +302,6 @@ class Run(Generic[Config]):
     def _loaded(self) -> Progress:
         self.parts()
         return self.progress
-
-
-def _answered(
-    run: Run[BaseConfig], prompts: Prompts, environment: Environment
-) -> tuple[dict[str, float], Samples]:
-    params = run.config.generation.sampling_params(greedy=True)
-    seed = derive_seed(run.config.run.seed, VALIDATION, 0)
-    with run.sampling() as generator:
-        found = collect(generator, environment, prompts, params, seed=seed)
-    count, data = run.config.run.samples_per_step, run.config.data
-    names = run.train_sets if data.held_out else set_names(data.validation)
-    try:
-        run.launch.directory.append_outcomes(run.state.step, outcomes_of(found, names))
-    except NotWritten as error:
-        warn(f"the run continues without this record: {error}")
-    return measured(found) | by_set(found, names), _shown(found, count)
 
 
 def _shown(rollouts: Rollouts, count: int) -> Samples:
@@ -597,7 +602,11 @@ class Steps(Iterator[Step]):
         finally:
             if self.run.state.step == step.number:
                 with update_in_progress():
-                    self._record(step.samples)
+                    try:
+                        if step.samples:
+                            self._call("on_samples", step.number, step.samples)
+                    finally:  # the last hook of a step: a checkpoint covers all recorded before it
+                        self._call("on_step_end", step.number, self._metrics)
         for passed in range(self._passed, self._epoch()):
             if passed != self._passed:
                 self._call("on_epoch_begin", passed)
@@ -623,14 +632,6 @@ class Steps(Iterator[Step]):
         self._validated = self.run.state.step
         self._call("on_validation_end", self._validated, measured)
         return answers
-
-    def _record(self, samples: Samples) -> None:
-        step = self.run.state.step
-        try:
-            if samples:
-                self._call("on_samples", step, samples)
-        finally:  # the last hook of a step: a checkpoint covers all that was recorded before it
-            self._call("on_step_end", step, self._metrics)
 
     def _call(self, hook: str, *args: Any) -> None:
         try:

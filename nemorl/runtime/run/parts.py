@@ -199,17 +199,6 @@ class Backends:
         if optimizer is not None:
             require_length(optimizer.schedule, num_updates)
 
-    def check_last_step(self, last_step: int, updates: int, *, planned: int | None) -> None:
-        """Refuse other updates than the schedule of the learning rate is made for."""
-        require(
-            self.schedule == "constant" or last_step * updates == planned,
-            "last_step",
-            f"times {updates} optimizer steps must be the {planned} for which"
-            f" optimizer.schedule {self.schedule} is made",
-            last_step,
-            "change max_num_steps, or give nemorl.open_run num_updates=…",
-        )
-
     def add(
         self,
         name: str,
@@ -407,9 +396,15 @@ def live_parts(
     model: Any = getattr(trainer, "model", None) if generates else None
     vocab_size = model.config.vocab_size if generates else 0
     backends.make_room([trainer], keep_weights=shared)  # engines take what they find
-    generator = backends.stack.enter_context(live_generator(backends, engines, trainer, model))
-    if generator is not None and in_turns:
-        generator.sleep()
+    generator: GenerationBackend | None = None
+    if engines is not None:
+        options: dict[str, Any] = {"trainer": trainer}
+        if not engines.traits.on_trainer:
+            options = {"model": engine_source(launch.devices, engines.traits, model)}
+            options |= {"records_experts": True} if config.trainer.router_replay else {}
+        generator = backends.stack.enter_context(live_engine(backends, engines, **options))
+        if in_turns:
+            generator.sleep()
     state, resumed_from = resumed(launch, trainer)
     with writing("the tokenizer", directory.path / "tokenizer"):
         launch.tokenizer.save_pretrained(directory.path / "tokenizer")
@@ -570,22 +565,6 @@ def show(found: object, *, quiet: bool) -> None:
         from rich.console import Console
 
         Console(highlight=False).print(str(found))
-
-
-@contextmanager
-def live_generator(
-    backends: Backends, engines: GenerationConfig | None, trainer: TrainingBackend, model: Any
-) -> Iterator[GenerationBackend | None]:
-    """Set up the engine, if any, for the block."""
-    if engines is None:
-        yield None
-        return
-    options: Any = {"trainer": trainer}
-    if not engines.traits.on_trainer:
-        options = {"model": engine_source(backends.launch.devices, engines.traits, model)}
-        options |= {"records_experts": True} if backends.launch.config.trainer.router_replay else {}
-    with live_engine(backends, engines, **options) as generator:
-        yield generator
 
 
 @contextmanager

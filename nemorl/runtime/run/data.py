@@ -9,33 +9,27 @@ from typing import Any
 from nemorl.checks import refuse_unused, require, warn
 from nemorl.data.datasets import load_rows, stream_rows, to_prompts
 from nemorl.data.lengths import limit_length, num_tokens
-from nemorl.data.rows import (
-    Places,
-    Row,
-    RowOrder,
-    StreamedRows,
-    first_of,
-    for_rows,
-    split_rows,
-)
+from nemorl.data.rows import Places, Row, RowOrder, StreamedRows, first_of, for_rows, split_rows
 from nemorl.data.sources import DataModule, has_splits, known_set, sources_of
 from nemorl.data.statistics import Lengths
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.episodes import ByRow, with_environment_tools
-from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
+from nemorl.runtime.config.base import (
+    BaseConfig,
+    DataConfig,
+    RewardConfig,
+    require_files,
+    require_rows,
+)
 
 Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
 Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mapping[str, Any]
 """A name, a function, an environment, a list of them that are added up, or a mapping by row."""
-SHUFFLE_BUFFER = 10_000
-"""Rows of a stream among which the next one is drawn."""
 SETS = {"train": "environments", "validation": "validation_environments"}
 """The setting with the environments of each set."""
-DEFAULT_REWARD = "exact_match"
-"""The reward of settings; a known data set has its own."""
 
 
 def read_data(
@@ -82,9 +76,9 @@ def read_rows(
     names: Sequence[str] = getattr(data, SETS[which])
     must, remedy = f"must be as many as there are sets ({len(parts)})", "give one for each set"
     require(len(names) in (0, len(parts)), f"data.{SETS[which]}", must, names, remedy)
-    rows: Any
+    rows: Sequence[Row]
     if which == "train" and data.streaming:
-        reading = {"shuffle_buffer": SHUFFLE_BUFFER if data.shuffle else 0, **data.reading()}
+        reading = {"shuffle_buffer": 10_000 if data.shuffle else 0, **data.reading()}
         rows = stream_rows(source, split=data.split, seed=seed, **reading)
     else:
         splits = [data.split for _ in parts]
@@ -112,7 +106,7 @@ def reward_for(reward: Any, *sources: Rows) -> Any:
     """
     rewards = {known and known.reward for known in map(known_set, _parts(*sources))}
     named = sorted(name for name in rewards if name)
-    if reward != DEFAULT_REWARD or not named:
+    if reward != RewardConfig.reward or not named:
         return reward
     require(
         len(rewards) == 1,
@@ -158,8 +152,7 @@ def tokenised_prompts(
     )
     prompts = to_prompts(with_environment_tools(environment, rows, tokenizer), tokenizer)
     tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
-    rollout = getattr(config, "rollout", RolloutConfig())
-    limits = rollout.limits(longest)
+    limits = getattr(config, "rollout", RolloutConfig()).limits(longest)
     return Prompts(kept, tokens, tokenizer=tokenizer, limits=limits, shows_tools=True), lengths
 
 

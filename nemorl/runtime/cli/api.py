@@ -115,10 +115,8 @@ def from_keywords(
     for name, value in overrides.items():
         key, now = _nested(cls, command, name, value)
         if key in mapping:
-            before, now = (
-                {"name": part} if isinstance(part, str) else part or {}
-                for part in (mapping[key], now)
-            )
+            both = mapping[key], now
+            before, now = ({"name": x} if isinstance(x, str) else x or {} for x in both)
             twice = ", ".join(sorted(before.keys() & now.keys()))
             require(
                 not twice,
@@ -181,10 +179,8 @@ def _run(
     config: BaseConfig, model: str | Path | nn.Module, tokenizer: Any, **given: Any
 ) -> TrainResult:
     if not isinstance(model, nn.Module):
-        config = dataclasses.replace(
-            config, model=dataclasses.replace(config.model, path=str(model))
-        )
-        return run(config, tokenizer=tokenizer, **given)
+        named = dataclasses.replace(config.model, path=str(model))
+        return run(dataclasses.replace(config, model=named), tokenizer=tokenizer, **given)
     if tokenizer is None and not config.model.tokenizer:
         origin = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
         require(
@@ -293,13 +289,10 @@ class Trainer:
         """Train on the data set that the trainer was made with. `run={"resume": True}` resumes."""
         return self.fit()
 
-    def _changed(self) -> dict[str, Any]:
-        now = flat(without_secrets(to_dict(self.config)))
-        return {key: now.get(key) for key in changed_settings(self.config)}
-
     def __repr__(self) -> str:
         model = type(self.model).__name__ if isinstance(self.model, nn.Module) else str(self.model)
-        parts = [f"{key}={value!r}" for key, value in self._changed().items()]
+        now = flat(without_secrets(to_dict(self.config)))
+        parts = [f"{key}={now.get(key)!r}" for key in changed_settings(self.config)]
         return f"{type(self).__name__}({', '.join([repr(model), *parts])})"
 
 

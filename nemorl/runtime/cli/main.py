@@ -273,21 +273,15 @@ def _execute(
 
 
 def _message(error: Exception, *, parsed: bool) -> str:
-    kind = ""
+    kind, ours = "", str(Path(__file__).parents[2])
+    frames = traceback.extract_tb(error.__traceback__)
     if _of_the_users(error):
-        kind, others = f"{type(error).__name__}: ", (str(Path(__file__).parents[2]), *PLUMBING)
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if not frame.filename.startswith(others)]
+        kind = f"{type(error).__name__}: "
+        theirs = [frame for frame in frames if not frame.filename.startswith((ours, *PLUMBING))]
         print(*traceback.format_list(theirs), sep="", end="", file=sys.stderr)
-    unclear = parsed and not _of_our_own(error)
-    hint = " (NEMORL_TRACEBACK=1 shows where this came from)" if unclear else ""
+    clear = frames[-1].filename.startswith(ours) and not isinstance(error, ExitInUserCode)
+    hint = " (NEMORL_TRACEBACK=1 shows where this came from)" if parsed and not clear else ""
     return "\n".join([f"{kind}{error}", *_notes(error)]) + hint
-
-
-def _of_our_own(error: BaseException) -> bool:
-    *_, last = traceback.extract_tb(error.__traceback__)
-    ours = last.filename.startswith(str(Path(__file__).parents[2]))
-    return ours and not isinstance(error, ExitInUserCode)
 
 
 def _notes(error: BaseException) -> list[str]:

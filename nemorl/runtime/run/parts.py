@@ -141,14 +141,7 @@ class Backends:
             same_initial_model_as=self.saved_policy if keep else None,
         )
         trainer = self.ranks or get_training_backend(config.trainer.backend, launch.model)
-        offloads = bool(config.trainer.offload_during_generation)
-        needs = {
-            "compute": ("a scalar head, whose values it returns", config.head == "scalar"),
-            "offload": ("trainer.offload_during_generation", offloads),
-            "get_reference_logprobs": ("the reference model", keep),
-            "wait_for_checkpoint": ("run.async_save", config.run.async_save),
-        }
-        require_methods(config, needs)
+        require_methods(config, setup)
         setup = proved(launch, setup, launch.model)
         self.stack.enter_context(set_up(trainer, setup, _waiting_for_trainer(launch)))
         model = getattr(trainer, "model", None)
@@ -325,13 +318,7 @@ def other_setup(
     given = model if isinstance(model, nn.Module) else None
     for of_model in (None, hf_config(config, given)):
         check_training(config, of_model, config.parallel, limits_of(settings.trainer.backend))
-    offloads = bool(settings.trainer.offload_during_generation)
-    needs = {
-        "compute": ("a scalar head, whose values it returns", head == "scalar"),
-        "offload": ("trainer.offload_during_generation", offloads),
-        "wait_for_checkpoint": ("run.async_save", trains and settings.run.async_save),
-    }
-    require_methods(settings, needs)
+    require_methods(settings, config)
     return config, given
 
 
@@ -445,7 +432,6 @@ def require_length(schedule: str, num_updates: int | None) -> None:
 def set_up(
     backend: Any, config: BackendConfig, waiting: AbstractContextManager[None]
 ) -> Iterator[None]:
-    """Set up a backend for the block."""
     try:
         with waiting:
             backend.setup(config)
@@ -457,8 +443,15 @@ def set_up(
     backend.shutdown()
 
 
-def require_methods(config: BaseConfig, needs: Mapping[str, tuple[str, bool]]) -> None:
+def require_methods(config: BaseConfig, setup: BackendConfig) -> None:
     """Refuse a backend that lacks a needed method."""
+    offloads = bool(config.trainer.offload_during_generation)
+    needs = {
+        "compute": ("a scalar head, whose values it returns", setup.head == "scalar"),
+        "offload": ("trainer.offload_during_generation", offloads),
+        "get_reference_logprobs": ("the reference model", setup.keep_reference),
+        "wait_for_checkpoint": ("run.async_save", setup.trains and config.run.async_save),
+    }
     for method, (what, needed) in needs.items():
         if needed and not has_method(config, method):
             raise ValueError(
@@ -500,12 +493,11 @@ def ranks_of(launch: Launch, name: str = "") -> Any:
 
 def profile_config(launch: Launch, *, num_updates: int | None) -> ProfileConfig:
     """Return what is profiled, in profile/ of the run by default."""
-    profile: ProfileConfig = launch.config.profile
-    span = profile.span
-    if span is None:
+    profile = launch.config.profile
+    if profile.span is None:
         return profile
     require(
-        num_updates is None or span[0] <= num_updates,
+        num_updates is None or profile.span[0] <= num_updates,
         "profile.steps",
         f"must begin within the {num_updates} optimizer steps of the run",
         profile.steps,

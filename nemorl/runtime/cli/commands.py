@@ -339,12 +339,13 @@ COMMANDS = {
 
 
 Kind = Literal["prompt", "sft", "pairs", "labels"]
-TITLES = {
-    "prompt": "prompts",
-    "sft": "demonstrations",
-    "pairs": "preference pairs",
-    "labels": "answers with a verdict",
+KINDS: dict[Kind, tuple[str, Callable[..., Sequence[Any]]]] = {
+    "prompt": ("prompts", to_prompts),
+    "sft": ("demonstrations", to_examples),
+    "pairs": ("preference pairs", to_pairs),
+    "labels": ("answers with a verdict", to_labelled),
 }
+"""What rows are called, and the function that makes tokens of them."""
 
 
 @dataclass(frozen=True)
@@ -380,13 +381,7 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
     warn_of_strings(rows, tokenizer)
     kind = kind_of(rows[0]) if config.kind == "auto" else config.kind
     rows = pair_rows(rows) if kind == "pairs" else labelled_rows(rows) if kind == "labels" else rows
-    make: dict[str, Callable[..., Sequence[Any]]] = {
-        "prompt": to_prompts,
-        "sft": to_examples,
-        "pairs": to_pairs,
-        "labels": to_labelled,
-    }
-    items = make[kind](rows, tokenizer)
+    items = KINDS[kind][1](rows, tokenizer)
     tokens = [num_tokens(item) for item in items]
     statistics = length_statistics(Lengths(tokens=tokens, limit=data.max_total_sequence_length))
     return Inspection(kind, rows, items, statistics, tokenizer)
@@ -412,7 +407,8 @@ def print_inspection(
     legend = Text("trained on: ") + like
     if found.kind == "prompt":
         legend = Text("prompts are not trained on")
-    console.print(Text(f"{len(found.items)} {TITLES[found.kind]}; ") + legend)
+    title, _ = KINDS[found.kind]
+    console.print(Text(f"{len(found.items)} {title}; ") + legend)
     for row, item in list(zip(found.rows, found.items, strict=True))[: config.rows]:
         for name, example in _parts(found.kind, item):
             count = f"{example.num_tokens} tokens"
@@ -422,7 +418,7 @@ def print_inspection(
             console.print(heading, soft_wrap=True)
             console.print(shown(example, found.tokenizer, styled=styled), soft_wrap=True)
     console.print()
-    print_lengths(console, {TITLES[found.kind]: found.statistics})
+    print_lengths(console, {title: found.statistics})
     _print_histogram(console, found.statistics)
     if found.kind != "prompt" and found.statistics.count > 1:
         padded, packed = found.statistics.padded_fill, found.statistics.packed_fill

@@ -113,7 +113,10 @@ def evaluate_config(
             answers += _records(joined, part)
             outcomes = (each.outcome for each in joined.failed)
             failed += [each.reason for each in outcomes if isinstance(each, Failure)]
-            metrics |= _metrics(joined, f"{part.name}/" if len(sets) > 1 else "")
+            of_set, turns = dict(joined.metrics), float(joined.num_turns.float().mean())
+            of_set |= {} if turns == 1 else {"turns": turns}
+            prefix = f"{part.name}/" if len(sets) > 1 else ""
+            metrics |= {prefix + name: value for name, value in of_set.items()}
     if failed:
         share = f"{len(failed)} of {len(failed) + len(answers)} conversations"
         warn(f"{share} failed and are not counted, the first with {short(failed[0], 300)}")
@@ -187,12 +190,6 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
         "name one",
     )
     return sets
-
-
-def _metrics(rollouts: Rollouts, prefix: str) -> dict[str, float]:
-    turns = float(rollouts.num_turns.float().mean())
-    found = rollouts.metrics if turns == 1 else {**rollouts.metrics, "turns": turns}
-    return {prefix + name: value for name, value in found.items()}
 
 
 def _heading(part: _Set, row: Mapping[str, Any], group: Any, prompt: str) -> dict[str, Any]:

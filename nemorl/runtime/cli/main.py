@@ -331,8 +331,8 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
     shown |= {key for key, value in values(cls, tree).items() if value != usual.get(key)}
     prog, extra = _prog(command), _extra(cls)
     if help_ := _help(command, cls, args, shown):
-        visible, brief = help_
-        more, extra = _more_help(command, cls), extra if visible("--config") else []
+        visible, brief, more = help_
+        extra = extra if visible("--config") else []
         print(help_of(cls, tree, visible, prog=prog, extra=extra, more=more, brief=brief), end="")
         return None
     tree, others = parse_flags(cls, tree, args, prog=prog, extra=extra)
@@ -463,13 +463,14 @@ def _require_names_and_rows(config: object, *, elsewhere: bool = False) -> None:
 
 def _help(
     command: str, cls: type, args: Sequence[str], usual: Collection[str]
-) -> tuple[Callable[[str], bool], bool] | None:
-    """Return which flags --help shows, and whether in brief; None without it."""
+) -> tuple[Callable[[str], bool], bool, str] | None:
+    """Return which flags --help shows, whether in brief, and its last lines; None without it."""
     asked = [i for i, argument in enumerate(args) if argument in ("-h", "--help")]
     if not asked:
         return None
     topic = next((each for each in args[asked[0] + 1 :][:1] if each[0] != "-"), "")
-    sections, hidden = _sections(command, cls), unused(cls)
+    found = Counter(command if "." not in key else key.partition(".")[0] for key in leaves(cls))
+    sections, hidden = dict(found) if len(found) > 1 else {}, unused(cls)
     if topic not in ("", "all", *sections):
         listed = f"; sections: {', '.join(sections)}, all" if sections else ""
         raise ValueError(f"--help has no section {topic!r}{closest(topic, sections)}{listed}")
@@ -484,22 +485,12 @@ def _help(
             return key in usual or not (dot or rare)
         return topic == "all" or (own if topic == command else section == topic)
 
-    return visible, topic == "" and bool(sections)
-
-
-def _sections(command: str, cls: type) -> dict[str, int]:
-    found = Counter(command if "." not in key else key.partition(".")[0] for key in leaves(cls))
-    return {} if len(found) == 1 else dict(found)
-
-
-def _more_help(command: str, cls: type) -> str:
-    sections = ", ".join(f"{name} ({count})" for name, count in _sections(command, cls).items())
-    if not sections:
-        return ""
-    return (
-        f"More settings: {_prog(command)} --help SECTION, of {sections}, or all. The last part of a"
+    counted = ", ".join(f"{name} ({count})" for name, count in sections.items())
+    more = (
+        f"More settings: {_prog(command)} --help SECTION, of {counted}, or all. The last part of a"
         " name is enough where it is unique: --lr for --optimizer.lr."
     )
+    return visible, topic == "" and bool(sections), more if sections else ""
 
 
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:

@@ -85,7 +85,6 @@ class Run(Generic[Config]):
         self.rows, self.validation_rows = launch.rows, launch.validation_rows
         self.directory = launch.directory.path
         self.train_sets = set_names(self.config.data.train)
-        """Names of the training sets."""
         self.progress = Progress(LoopState(self.config.run.seed))
         self.result: TrainResult | None = None
         self.lengths: dict[str, Lengths] = {}

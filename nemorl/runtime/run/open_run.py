@@ -20,8 +20,6 @@ from nemorl.runtime.store.directory import script_with
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout
 from nemorl.runtime.watch.log import event
 
-OWN_CODE = "a loss, an advantage, a backend or a loop of your own"
-
 
 @contextmanager
 def open_run(
@@ -79,7 +77,8 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
         config = launch.config
         while True:
             try:
-                with opened(launch) as live, exit_is_error(OWN_CODE):
+                own = "a loss, an advantage, a backend or a loop of your own"
+                with opened(launch) as live, exit_is_error(own):
                     loop(live)
                 assert live.result is not None
                 return live.result
@@ -102,7 +101,6 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
 def opened(
     launch: Launch, *, generates: bool | None = None, num_updates: int | None = None
 ) -> Iterator[Run[Any]]:
-    """Open a launched run for the block."""
     with ExitStack() as stack:
         run = Run[Any](launch, stack, generates=generates, num_updates=num_updates)
         try:

@@ -210,7 +210,6 @@ def _move(
 
 
 def _with_multiple(rows: list[list[int]], sizes: Sequence[int], multiple: int) -> list[list[int]]:
-    rows = list(rows)
     for _ in range(-len(rows) % multiple):
         several = [number for number, row in enumerate(rows) if len(row) > 1]
         rows.append([])

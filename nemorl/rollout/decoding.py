@@ -375,7 +375,9 @@ class Decoding:
         """
         if not self.cached and self.active:
             self.preempt()
-        if self._room():
+        free = self.max_batch_size - len(self.active)
+        least = self.max_batch_size // 8 if self.active else 1  # an eighth while others decode
+        if self.waiting and free >= max(len(self.waiting[0]), least):
             self._admit(version)
         elif self.active:
             self._decode(version)
@@ -384,22 +386,13 @@ class Decoding:
         self._retire()
         return True
 
-    def _room(self) -> bool:
-        """Return whether to admit a group now: while others decode, once an eighth is free."""
-        if not self.waiting:
-            return False
-        free = self.max_batch_size - len(self.active)
-        return free >= (max(len(self.waiting[0]), self.max_batch_size // 8) if self.active else 1)
-
     def _admit(self, version: int) -> None:
         """Compute waiting sequences in one pass of up to PREFILL_TOKENS."""
         num_active = len(self.active)
         free = self.max_batch_size - num_active
         wanted = num_active + sum(map(len, self.waiting))
-        new: list[Slot] = []
-        rows: list[int] = []
+        new, rows, width = list[Slot](), list[int](), 0
         row_of: dict[tuple[int, ...], int] = {}
-        width = 0
         while self.waiting and len(self.waiting[0]) <= free:
             first = self.waiting[0][0]
             sequence = (*first.request.prompt, *first.token_ids)
@@ -460,10 +453,12 @@ class Decoding:
         work.slots.advance(drawn[0].long())
 
     def _finish_reason(self, s: Slot, token: int) -> FinishReason | None:
-        ends = token in self.end_tokens and not s.params.ignore_eos
-        if ends or token in s.params.stop_token_ids:
-            return "stop"
-        if s.params.stop_strings and self.stops.end(s.token_ids, s.params.stop_strings):
+        params = s.params
+        if (
+            (token in self.end_tokens and not params.ignore_eos)
+            or token in params.stop_token_ids
+            or (params.stop_strings and self.stops.end(s.token_ids, params.stop_strings))
+        ):
             return "stop"
         return "length" if len(s.token_ids) >= s.limit else None
 

@@ -36,21 +36,19 @@ class LogFile(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING or record.name.partition(".")[0] == "nemorl":
             with suppress(Exception):
-                append_lines(self.directory.log, [self._line(record)])
-
-    def _line(self, record: logging.LogRecord) -> dict[str, Any]:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname,
-            **self.fields,
-            "logger": record.name,
-            "event": getattr(record, "event", "message"),
-            "message": record.getMessage(),
-            **getattr(record, "details", {}),
-        }
-        if record.exc_info:
-            line["traceback"] = logging.Formatter().formatException(record.exc_info)
-        return line
+                moment = datetime.fromtimestamp(record.created, UTC)
+                line = {
+                    "time": moment.isoformat(timespec="milliseconds"),
+                    "level": record.levelname,
+                    **self.fields,
+                    "logger": record.name,
+                    "event": getattr(record, "event", "message"),
+                    "message": record.getMessage(),
+                    **getattr(record, "details", {}),
+                }
+                if record.exc_info:
+                    line["traceback"] = logging.Formatter().formatException(record.exc_info)
+                append_lines(self.directory.log, [line])
 
 
 class RunLog(Callback):

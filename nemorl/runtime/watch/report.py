@@ -274,7 +274,15 @@ def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
 
 def read_runs(runs: Runs) -> list[Gathered]:
     """Return what a report shows of runs, with the samples of a common step."""
-    paths = _paths_of(runs)
+    paths = [Path(run) for run in ([runs] if isinstance(runs, Path | str) else runs)]
+    places = {path.resolve() for path in paths}
+    require(
+        len(places) == len(paths) and 1 <= len(paths) <= len(RUNS),
+        "runs",
+        f"must name 1 to {len(RUNS)} runs, each once",
+        [str(path) for path in paths],
+        "for example nemorl report runs/a runs/b",
+    )
     steps = [{*RunDirectory(path).sample_sizes()} for path in paths]
     common = max(set.intersection(*steps), default=None)
     found = [Gathered(path, sample_step=common) for path in paths]
@@ -296,19 +304,6 @@ def write_page(
         target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, render(*runs, refresh=refresh), "the report")
     return target
-
-
-def _paths_of(runs: Runs) -> list[Path]:
-    paths = [Path(run) for run in ([runs] if isinstance(runs, Path | str) else runs)]
-    places = {path.resolve() for path in paths}
-    require(
-        len(places) == len(paths) and 1 <= len(paths) <= len(RUNS),
-        "runs",
-        f"must name 1 to {len(RUNS)} runs, each once",
-        [str(path) for path in paths],
-        "for example nemorl report runs/a runs/b",
-    )
-    return paths
 
 
 def render(*runs: Gathered, refresh: float | None = None) -> str:
@@ -471,14 +466,13 @@ def _time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
 def _statistics(run: Gathered) -> dict[str, dict[str, Any]]:
     found = {}
     for name, numbers in run.data.items():
-        rows = {
-            label: form.format(numbers[key])
-            for key, (label, form) in STATISTICS.items()
-            if key in numbers
-        }
+        formats = [(key, *form) for key, form in STATISTICS.items() if key in numbers]
         bars = numbers.get("histogram", ())
-        most = max((1, *(count for _, count in bars)))
-        found[name] = {"rows": rows, "bars": bars, "most": most}
+        found[name] = {
+            "rows": {label: form.format(numbers[key]) for key, label, form in formats},
+            "bars": bars,
+            "most": max((1, *(count for _, count in bars))),
+        }
     return found
 
 

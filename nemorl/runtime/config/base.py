@@ -118,10 +118,11 @@ class Ranking:
         return sorted(later_first, key=lambda key: values[key], reverse=higher)[:count]
 
 
+@dataclass
 class MetricWatch:
-    def __init__(self, field_name: str, metric: str) -> None:
-        self.field_name, self.metric = field_name, metric
-        self.seen = False
+    field_name: str
+    metric: str
+    seen: bool = False
 
     def look(self, metrics: Mapping[str, Any], *, validation: bool) -> float | None:
         """Return the finite value in the metrics of a step or a validation, or None.
@@ -314,6 +315,7 @@ class DataConfig:
 
 
 def require_files(field_name: str, source: Any) -> None:
+    """Raise ValueError if a source of rows is a missing file."""
     for path in (Path(part) for part in sources_of(source) if isinstance(part, str | Path)):
         require(
             path.suffix not in READERS or path.is_file(),
@@ -325,6 +327,7 @@ def require_files(field_name: str, source: Any) -> None:
 
 
 def require_rows(rows: object) -> None:
+    """Raise ValueError where there is nothing to train on."""
     if not rows:
         raise ValueError(
             "data.train must name rows to train on: add --data.train FILE, or in Python dataset="
@@ -375,17 +378,12 @@ class BaseConfig:
             "set lora.rank, and this to the same, or remove it",
         )
         offloads = self.trainer.offload_during_generation
-        for free, requirement in (
+        for free, must in (
             (self.parallel.cpu_offload, "is not for parallel.cpu_offload, which keeps all there"),
             (not self.generation.colocated, "needs generation.colocated: others have own GPUs"),
         ):
-            require(
-                not (offloads and free),
-                "trainer.offload_during_generation",
-                requirement,
-                offloads,
-                "remove it",
-            )
+            name = "trainer.offload_during_generation"
+            require(not (offloads and free), name, must, offloads, "remove it")
         require(
             self.optimizer.schedule != "constant" or not self.optimizer.min_lr_ratio,
             "optimizer.min_lr_ratio",

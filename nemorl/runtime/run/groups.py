@@ -89,11 +89,11 @@ class GroupStream:
         self,
         prompts: PromptStream,
         environment: Environment,
+        generation: "Generation",
         *,
         count: int,
         n: int,
         params: SamplingParams,
-        generation: "Generation",
     ) -> None:
         self.prompts, self.environment = prompts, environment
         self.count, self.n, self.params = count, n, params
@@ -227,27 +227,21 @@ class Generation:
         """Whether it samples ahead with the trainer's own weights, and rests in between."""
         self._awake = False
 
-    def stream(
-        self,
-        prompts: PromptStream,
-        environment: Environment,
-        *,
-        count: int,
-        n: int,
-        params: SamplingParams,
-    ) -> GroupStream:
-        name = prompts.rows.name
-        for stream in self.streams:
-            if stream.prompts.rows.name == name:
+    def running(self, new: GroupStream) -> GroupStream:
+        """Return the stream that samples the same prompts ahead, if any, in place of a new one."""
+        name = new.prompts.rows.name
+        for old in self.streams:
+            if old.prompts.rows.name == name:
+                same = (old.environment, old.n, old.params) == (new.environment, new.n, new.params)
                 require(
-                    (stream.environment, stream.n, stream.params) == (environment, n, params),
+                    same,
                     f"step.sample of {name!r}",
                     "must have the same environment, n and params in each step, if sampled ahead",
-                    f"n={n}",
+                    f"n={new.n}",
                     "sample others from a stream of their own, run.prompts(name=…)",
                 )
-                return stream
-        return GroupStream(prompts, environment, count=count, n=n, params=params, generation=self)
+                return old
+        return new
 
     @contextmanager
     def awake(

@@ -28,7 +28,7 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import ReceiptsConfig
 from nemorl.runtime.run.data import row_order, tokenised_prompts
-from nemorl.runtime.run.groups import Generation, Progress, PromptStream, RowStream
+from nemorl.runtime.run.groups import Generation, GroupStream, Progress, PromptStream, RowStream
 from nemorl.runtime.run.launch import Launch
 from nemorl.runtime.run.parts import Backends, Parts, live_parts, other_setup, require_length
 from nemorl.runtime.run.receipts import Ages, Receipts, TokenReceipt, with_receipts
@@ -326,7 +326,7 @@ class Step:
         self.unproved = False
         """Whether it trained on tokens that nothing proves."""
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
-        self._timed: set[str] = set()
+        self._timed = set[str]()
         self._tokens, self._ages = 0, Ages()
         self._synced = run.generation.updates
         self._before, self._updates = run.progress.taken, run.updates
@@ -370,7 +370,8 @@ class Step:
             )
         params = params or self.run.config.generation.sampling_params()
         generation = self.run.generation
-        stream = generation.stream(prompts, environment, count=count, n=n, params=params)
+        new = GroupStream(prompts, environment, generation, count=count, n=n, params=params)
+        stream = generation.running(new)
         with self.run.sampling() as generator, self.timed("generate"):
             found = stream.next(count, generator)
         most = generation.settings.max_staleness

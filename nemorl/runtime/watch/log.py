@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,14 @@ class LogFile(logging.Handler):
                 append_lines(self.directory.log, [line])
 
 
+@dataclass(eq=False)
 class RunLog(Callback):
     """Log a run's events, and keep its run.json. Comes first."""
 
-    def __init__(self, directory: RunDirectory, record: RunRecord, fields: dict[str, Any]) -> None:
-        self.directory, self.record, self.fields = directory, record, fields
-        self.total_steps: int | None = None
+    directory: RunDirectory
+    record: RunRecord
+    fields: dict[str, Any]
+    total_steps: int | None = None
 
     def on_train_begin(self, trainer: RunView) -> None:
         step = self.fields["step"] = trainer.state.step

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +74,7 @@ def rows_of(plan: Plan, units: Plan) -> Plan:
     >>> rows_of(((1,), (0, 2)), ((0, 3), (1,), (2,)))
     ((1,), (0, 2, 3))
     """
-    return tuple(tuple(sorted(row for unit in part for row in units[unit])) for part in plan)
+    return tuple(tuple(sorted(chain(*(units[unit] for unit in part)))) for part in plan)
 
 
 def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
@@ -178,7 +178,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(plan: Plan, lengths: np.ndarray) -> _Layout:
-    order = np.fromiter((index for row in plan for index in row), dtype=np.int64)
+    order = np.fromiter(chain(*plan), dtype=np.int64)
     counts = np.asarray([len(row) for row in plan], dtype=np.int64)
     times = np.bincount(order[(order >= 0) & (order < len(lengths))], minlength=len(lengths))
     if len(order) != len(lengths) or (times != 1).any():
@@ -381,7 +381,7 @@ def merge(parts: Sequence[Shaped[Tensor, "..."]], plan: Plan) -> Shaped[Tensor, 
     [[2.0, 0.0], [3.0, 3.0], [1.0, 0.0]]
     """
     found, wanted = [len(part) for part in parts], [len(rows) for rows in plan]
-    order = [row for rows in plan for row in rows]
+    order = [*chain(*plan)]
     if found != wanted or sorted(order) != list(range(len(order))):
         raise ValueError(
             f"parts must have the plan's rows, each once: they have {found}, the plan is {plan}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -171,8 +172,7 @@ class Driver:
 
     async def _conversations(self, prompts: Prompts) -> list[Conversation]:
         """Return conversations row by row. Those of `_missing` begin again with another seed."""
-        size = self.sampling.n
-        places = [(index, member) for index in range(len(prompts)) for member in range(size)]
+        places = [*product(range(len(prompts)), range(self.sampling.n))]
         found: dict[tuple[int, int], Conversation] = {}
         attempt, missing = 0, places
         while missing and attempt < ATTEMPTS:

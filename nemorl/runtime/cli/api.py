@@ -271,8 +271,12 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> TrainResult:
         """Train as `nemorl.train`; what is not given here is as the trainer was made."""
-        now = {"dataset": dataset, "reward_fn": reward_fn, "validation": validation}
-        now |= {"callbacks": callbacks or None}
+        now = {
+            "dataset": dataset,
+            "reward_fn": reward_fn,
+            "validation": validation,
+            "callbacks": callbacks or None,
+        }
         given = dict(self.given) | {name: value for name, value in now.items() if value is not None}
         return _run(
             self.config,

@@ -368,9 +368,7 @@ def _prog(command: str) -> str:
 
 
 def _config_of(command: str) -> type[Any]:
-    if command in SCRIPTS:
-        return SCRIPTS[command]
-    return ALGORITHMS[command].config if command in ALGORITHMS else COMMANDS[command].config
+    return SCRIPTS.get(command) or (ALGORITHMS.get(command) or COMMANDS[command]).config
 
 
 def _extra(cls: type) -> list[Setting]:

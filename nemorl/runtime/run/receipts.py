@@ -109,7 +109,7 @@ class TokenReceipt:
         numbers = {
             name: each.finalize()
             for name, each in seen.items()
-            if not (isinstance(each, Mean) and not float(each.count))
+            if not isinstance(each, Mean) or float(each.count)
         }
         trained, found = int(numbers.pop(f"{PREFIX}tokens")), int(numbers.pop(f"{PREFIX}hash"))
         same = (trained, found & BITS) == (self.tokens, self.hash & BITS)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def _spread(sizes: Mapping[int, int]) -> list[int]:
 
 
 def _add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path) -> None:
-    lines = [line for lines in samples.values() for line in lines if line.get("token_ids")]
+    lines = [line for line in chain(*samples.values()) if line.get("token_ids")]
     if not lines or not tokenizer_folder.exists():
         return
     with suppress(Exception):  # a report without colors is better than none
@@ -154,14 +154,14 @@ OWN |= {"turns", "sampled", "trained"}
 def sample_data(run: Gathered) -> dict[str, Any]:
     """Return samples by step, and the advantage shown in full color."""
     steps = {step: [_compact(sample) for sample in lines] for step, lines in run.samples.items()}
-    found = [sample.get("advantages", ()) for lines in steps.values() for sample in lines]
-    sizes = sorted(abs(value) for values in found for value in values if value)
+    found = chain(*(sample.get("advantages", ()) for sample in chain(*steps.values())))
+    sizes = sorted(abs(value) for value in found if value)
     most = sizes[math.ceil(0.98 * len(sizes)) - 1] if sizes else 0
     return {"name": run.name, "steps": steps, "most": most}
 
 
 def _modes(*runs: Gathered) -> dict[str, str]:
-    lines = [line for run in runs for lines in run.samples.values() for line in lines]
+    lines = chain(*chain(*(run.samples.values() for run in runs)))
     known = {key for line in lines if line.get("pieces") for key in line if line[key]}
     return {key: name for key, name in COLORED.items() if key in known}
 
@@ -478,10 +478,8 @@ def _statistics(run: Gathered) -> dict[str, dict[str, Any]]:
 
 def failures(run: Gathered) -> list[dict[str, Any]]:
     """Return why conversations failed, most frequent first."""
-    samples = [line for lines in run.samples.values() for line in lines]
-    said = {
-        each["failure"].partition(":")[0]: each["failure"] for each in samples if "failure" in each
-    }
+    texts = [each["failure"] for each in chain(*run.samples.values()) if "failure" in each]
+    said = {text.partition(":")[0]: text for text in texts}
     found: dict[str, dict[str, Any]] = {}
     for line in run.metrics:
         for name, value in line.items():
@@ -497,9 +495,10 @@ def calibration(run: Gathered) -> list[dict[str, Any]]:
     """Return the last validation's pairs by their predicted probability."""
     found: dict[str, dict[str, Any]] = {}
     for line in [line for line in run.metrics if "calibration_error" in line][-1:]:
-        for name in [name for name in line if name.startswith("calibration/")]:
-            _, low, key = name.split("/")
-            found.setdefault(low, {"low": float(low)})[key] = line[name]
+        for name, value in line.items():
+            if name.startswith("calibration/"):
+                _, low, key = name.split("/")
+                found.setdefault(low, {"low": float(low)})[key] = value
     return [*found.values()]
 
 

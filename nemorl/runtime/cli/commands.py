@@ -20,9 +20,16 @@ from nemorl.data.example import Example
 from nemorl.data.lengths import num_tokens
 from nemorl.data.preferences import Pair, labelled_rows, pair_rows, to_labelled, to_pairs
 from nemorl.data.rows import Row, first_of
-from nemorl.data.sources import sources_of
+from nemorl.data.sources import read_rows, sources_of
 from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.data.templates import with_chat_template
+from nemorl.models.hub import (
+    check_supported,
+    load_tokenizer,
+    loading,
+    model_folder,
+    read_config,
+)
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
     CheckConfig,
@@ -135,7 +142,6 @@ def _table(
 
 def compare(config: CompareConfig) -> None:
     """Print how two evaluations differ."""
-    from nemorl.data.sources import read_rows
     from nemorl.rollout.evaluation import comparison
 
     wanted = ("data", "group", "prompt", "reward")
@@ -284,7 +290,6 @@ def example(config: ExampleConfig) -> None:
 
 def plan(config: PlanConfig) -> None:
     """Print the ways to spread a model that fit."""
-    from nemorl.models.hub import model_folder
     from nemorl.parallel.planner.command import find_plans, print_plans
 
     model = replace(config.model, path=model_folder(config.model.path))
@@ -294,7 +299,6 @@ def plan(config: PlanConfig) -> None:
 def check_model(config: CheckConfig) -> None:
     """Print what a model can do here, found on a tiny model of its configuration."""
     from nemorl.models.capabilities import CAPABILITIES
-    from nemorl.models.hub import check_supported, loading, model_folder, read_config
     from nemorl.parallel.proving import LIMIT, proved_now
     from nemorl.runtime.engines.backend import prove_engine
 
@@ -360,8 +364,6 @@ class Inspection:
 
 def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = None) -> Inspection:
     """Return the rows of `data.train` (or `train`) as tokens; nothing is cut."""
-    from nemorl.models.hub import load_tokenizer, model_folder
-
     model, data = config.model, config.data
     source = data.train if train is None else train
     require(bool(source), "data.train", "must be given", source, "add --data.train FILE")

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from nemorl.checks import require, short, warn
 from nemorl.data.datasets import load_rows, parts_of, to_prompts, warn_of_strings
-from nemorl.data.rows import ENVIRONMENT as COLUMN
-from nemorl.data.rows import Row, for_rows
+from nemorl.data.rows import ENVIRONMENT, Row, for_rows
 from nemorl.data.sources import known_set, set_names, sources_of
 from nemorl.data.templates import with_chat_template
 from nemorl.models.hub import load_tokenizer, max_positions, model_folder
@@ -178,7 +177,7 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
             check_rows(environment, mine)
         check_names(config.data, environment)
         known = known_set(part)
-        usual = COLUMN if isinstance(environment, ByRow) else None
+        usual = ENVIRONMENT if isinstance(environment, ByRow) else None
         category = config.by or (known and known.category) or usual
         sets.append(_Set(name, mine, environment, category))
     columns = sorted({column for row in rows for column in row})

@@ -118,10 +118,10 @@ class GroupStream:
             timeout_s = self.prompts.prompts.limits.timeout_s
             found = as_rollouts(talks, self.environment, self.params, timeout_s=timeout_s)
         except Exception:  # from which a loop may go on
-            self._drop(groups, "failed")
+            self._drop(groups)
             raise
         if failed := {*groups} - {*found.group_id.tolist()}:
-            self._drop(sorted(failed), "failed")
+            self._drop(sorted(failed))
         return found
 
     def before_update(self) -> None:
@@ -165,8 +165,8 @@ class GroupStream:
                 raise
         return given
 
-    def _drop(self, groups: Sequence[int], reason: str) -> None:
-        self.progress.taken = self.progress.taken.drop(groups, reason)
+    def _drop(self, failed: Sequence[int]) -> None:
+        self.progress.taken = self.progress.taken.drop(failed, "failed")
 
     def _end(self, groups: tuple[int, ...], talks: list[Conversation]) -> tuple[int, ...]:
         if not self._running.keys() >= {*groups}:  # they were stopped

@@ -15,7 +15,6 @@ from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.registry import algorithm_of, loop_of, training_backend_class
 from nemorl.runtime.run.saving import TrainResult, final_metrics
 from nemorl.runtime.store import checkpoint
-from nemorl.runtime.store.checkpoint import RandomState
 from nemorl.runtime.store.directory import script_with
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout
 from nemorl.runtime.watch.log import event
@@ -72,7 +71,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
     loop = loop_of(config)
     if is_follower():
         return _follow(config)
-    generators, restart = RandomState.now(), 0
+    generators, restart = checkpoint.RandomState.now(), 0
     with launched(config, algorithm_of(config), **given) as launch:
         config = launch.config
         while True:

@@ -40,7 +40,6 @@ from nemorl.runtime.run.registry import (
     training_backend_class,
 )
 from nemorl.runtime.store import checkpoint
-from nemorl.runtime.store.checkpoint import CheckpointError, RandomState, seed_generators
 from nemorl.runtime.store.files import writing
 from nemorl.runtime.store.state import POLICY, LoopState
 from nemorl.runtime.watch.display import show_lengths
@@ -152,7 +151,7 @@ class Backends:
             config.trainer.backend,
             "add it",
         )
-        seed_generators(config.run.seed)
+        checkpoint.seed_generators(config.run.seed)
         if model is not None:
             check_vocabulary(model, launch.tokenizer)
         return trainer
@@ -209,7 +208,7 @@ class Backends:
             backend = self.ranks.beside(name)
         else:
             backend = get_training_backend(config.trainer.backend, given)
-        generators = RandomState.now()
+        generators = checkpoint.RandomState.now()
         own.enter_context(set_up(backend, proved(self.launch, config, given), nullcontext()))
         generators.restore()
         if config.trains and live is not None and live.resumed_from is not None:
@@ -604,7 +603,7 @@ def resumed(launch: Launch, trainer: TrainingBackend) -> tuple[LoopState, Path |
     if config.run.resume:
         found = checkpoint.load_latest(directory.path, config, trainer)
         if found is None:
-            raise CheckpointError(
+            raise checkpoint.CheckpointError(
                 f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put"
                 " one back, or start again in another folder (--run.dir)"
             )

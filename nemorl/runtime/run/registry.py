@@ -14,7 +14,7 @@ from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import TrainingTraits
 from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_known
 from nemorl.rollout.config import TRAITS, GenerationConfig
-from nemorl.rollout.generation import GenerationBackend, GenerationTraits, Machine
+from nemorl.rollout.generation import GenerationTraits, Machine
 from nemorl.rollout.reward_model import PREFIX
 from nemorl.rollout.user_code import check_function
 from nemorl.runtime.config.base import BaseConfig
@@ -27,6 +27,7 @@ from nemorl.runtime.engines import spec as engines
 
 if TYPE_CHECKING:
     from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
+    from nemorl.rollout.generation import GenerationBackend
     from nemorl.runtime.watch.loggers import LoggerFactory
 
 
@@ -236,7 +237,7 @@ def has_method(config: BaseConfig, name: str) -> bool:
     return has_own(backend, name, FullTrainingBackend) or hasattr(backend, "__getattr__")
 
 
-def get_generation_backend(name: str) -> type[GenerationBackend]:
+def get_generation_backend(name: str) -> "type[GenerationBackend]":
     """Return the class of a generation backend, made with model=, tokenizer= and precision=."""
     from nemorl.rollout.wrapped import as_generation_backend
 
@@ -245,6 +246,8 @@ def get_generation_backend(name: str) -> type[GenerationBackend]:
 
 def require_score(config: GenerationConfig) -> None:
     """Refuse a generation backend that gives no log-probabilities of tokens."""
+    from nemorl.rollout.generation import GenerationBackend
+
     cls = load(_get(config.backend, GENERATION_BACKENDS, "generation backend"))
     score, sample = (has_own(cls, name, GenerationBackend) for name in ("score", "sample"))
     fits = score or (not sample and config.traits.shares_model)  # the model scores beside it

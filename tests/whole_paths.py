@@ -15,7 +15,6 @@ WHOLE_PATHS = {
     "tests/runtime/algorithms/test_grpo.py::test_it_learns_and_finishes_a_run_directory",
     "tests/runtime/algorithms/test_dpo.py::test_it_learns_what_is_preferred[dpo]",
     "tests/runtime/algorithms/test_dpo.py::test_it_learns_what_is_preferred[kto]",
-    "tests/runtime/algorithms/test_distill.py::test_the_student_comes_near_its_teacher[0-top_k]",
     "tests/runtime/algorithms/test_rm.py::test_it_learns_what_is_preferred[0]",
     "tests/runtime/algorithms/test_ppo.py::test_it_is_the_algorithm_of_its_paper[PPO]",
     "tests/runtime/algorithms/test_turns.py::"

@@ -270,7 +270,7 @@ PROBE = "The café's 12 + 34 = 46; naïve “quotes”, 日本語 Привет\n
 
 
 def reader(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """Return what makes token ids of a text, without special ones around it."""
+    """Return what makes a text's token ids."""
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

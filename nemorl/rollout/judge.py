@@ -141,13 +141,11 @@ class RewardServer(Server):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreServer(Server):
-    """Ask a model served by vLLM for log-probabilities of given tokens, at temperature 1."""
+    """Ask a model served by vLLM for log-probabilities of given tokens."""
 
     @classmethod
     async def find(cls, url: str) -> tuple["ScoreServer", int | None]:
-        """Return the model that http://host:8000/v1#MODEL names, or the first one there, and the
-        tokens of its longest sequence.
-        """
+        """Return the model of http://host:8000/v1#MODEL, or the first, and its positions."""
         place, _, name = url.partition("#")
         found = await _ask(cls(url=place, model=name), "/models", method="get")
         known = {each["id"]: each.get("max_model_len") for each in found["data"]}
@@ -163,9 +161,7 @@ class ScoreServer(Server):
     async def score(
         self, token_ids: Sequence[Sequence[int]], *, top_k: int = 0, kind: Any = None
     ) -> Scores:
-        """Return what `GenerationBackend.score` does. Raises: ValueError for an answer without
-        log-probabilities, and a temperature other than 1.
-        """
+        """Return what `GenerationBackend.score` does. Raises: ValueError for answers without it."""
         given, remedy = getattr(kind, "temperature", 1.0), "set it to 1, or name the model's folder"
         must = f"must be 1 for {self.url}, whose log-probabilities know none"
         require(given == 1, "generation.temperature", must, given, remedy)
@@ -192,8 +188,7 @@ class ScoreServer(Server):
         except (LookupError, TypeError, ValueError, AttributeError):
             raise ValueError(
                 f"{self.url} must answer with log-probabilities of the prompt (prompt_logprobs"
-                f" {top_k}), but says {short(found, 300)}: serve {self.model} with vLLM, and"
-                f" --max-logprobs {top_k} or more"
+                f" {top_k}), but says {short(found, 300)}: serve it with vLLM"
             ) from None
 
 

@@ -1,4 +1,4 @@
-"""The reward of a reward model, which scores in a process of its own."""
+"""Reward models, which score in a process of their own."""
 
 import functools
 import os
@@ -15,11 +15,10 @@ PREFIX = "rm:"
 
 
 def reward_model(name: str) -> Callable[..., Any]:
-    """Return a reward by a run of `nemorl rm`, or by another folder or hub name of transformers'
-    AutoModelForSequenceClassification with one label.
+    """Return a reward by a run of `nemorl rm`, or by a folder or hub name of transformers'
+    AutoModelForSequenceClassification with one label, whose tokenizer renders prompt and response.
 
-    Its own tokenizer renders prompt and response, as `nemorl rm` does. Its process ends with the
-    function. Raises: ValueError unless the weights are those of the model in config.json.
+    Its process ends with the function. Raises: ValueError for weights of another model.
     """
     folder, processes, lock = model_folder(name), Processes(scores), Lock()
 

@@ -271,6 +271,7 @@ def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> l
 
 
 def own_weights(boxes: list[SpanBox], optimizer: ShardedAdamW) -> Pieces:
+    """Return the pieces of weights, and their values in float32."""
     values = (box.of(optimizer.main(box.parameter)) for box in boxes)
     return [box.piece for box in boxes], values
 

@@ -427,6 +427,7 @@ def _other_flags(config: PlanConfig) -> str:
 
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
+    """Return the error for a model that no plan fits."""
     given, traits = config.gpu_memory, limits_of(config.trainer.backend).traits
     sharded = traits.shards == "parameters"
     remedies = "--parallel.cpu-offload, " * (sharded and not config.parallel.cpu_offload)

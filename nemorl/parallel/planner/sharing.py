@@ -116,6 +116,7 @@ def host_of(step: PlannedStep) -> int:
 
 
 def check_states(step: PlannedStep, card: float) -> None:
+    """Refuse a plan whose parameters, gradients and optimizer exceed a GPU's bytes."""
     least = states_of(step).total
     require(
         least <= card,
@@ -184,5 +185,6 @@ def sharing(
 
 
 def with_offloading(step: PlannedStep, offloads: bool) -> PlannedStep:
+    """Return the step with or without offloading during generation."""
     trainer = replace(step.work.trainer, offload_during_generation=offloads)
     return replace(step, work=replace(step.work, trainer=trainer))

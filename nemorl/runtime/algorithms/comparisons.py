@@ -129,6 +129,7 @@ def with_reference_logprobs(
 def with_reference(
     trainer: "FullTrainingBackend", rows: Sequence[Together], config: DPOConfig
 ) -> TokenBatch:
+    """Return rows as a batch, with the reference's logprobs if needed."""
     batch, size = collate_together(rows), config.train_global_batch_size
     if not config.needs_reference or batch.reference_logprobs is not None:
         return batch

@@ -18,7 +18,7 @@ from nemorl.runtime.run.loop import Run
 
 
 def distill(run: Run[DistillConfig]) -> None:
-    """Have the teachers score the tokens of responses, and move the student towards them."""
+    """Have teachers score the tokens of responses, and move the student towards them."""
     config, count = run.config, run.config.num_prompts_per_step
     loss_weights, loss_fn = make_loss_weights(config), make_loss(config)
     advantages, several = make_advantages(config), config.updates_per_step > 1

@@ -21,9 +21,7 @@ from nemorl.runtime.run.samples import beside
 
 
 def ppo(run: Run[PPOConfig]) -> None:
-    """Sample responses, estimate by how much each token was better than the critic expected, and
-    train critic and policy on that.
-    """
+    """Sample responses, and train a policy and its critic on them."""
     config, of_critic, prompts = run.config, run.config.critic, run.prompts()
     if of_critic.model is not None:
         check_critic(run, of_critic.model)
@@ -86,9 +84,7 @@ def estimated(
     rewards: Float[Tensor, "batch"],
     config: GAEAdvantage,
 ) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
-    """Return advantages and returns of a conversation in each row, whose reward is at its last
-    token.
-    """
+    """Return advantages and returns of conversations, whose rewards are at their last tokens."""
     mask, lam = batch.loss_mask, torch.full_like(rewards, config.lam)
     if config.length_alpha is not None:
         lam = adv.length_adaptive_lambda(mask.sum(-1), alpha=config.length_alpha)
@@ -101,6 +97,7 @@ def estimated(
 
 @needs(values=True)
 def critic_loss(output: ForwardOutput, batch: TokenBatch, *, clip: float | None) -> LossOutput:
+    """Return the squared error of the values, clipped around those before the update."""
     assert batch.values is not None and batch.returns is not None
     assert batch.loss_weights is not None
     return value_loss(output.values, batch.values, batch.returns, batch.loss_weights, clip=clip)

@@ -30,6 +30,7 @@ from nemorl.runtime.run.samples import (
 
 
 def trained_rows(config: OnlineConfig, rollouts: Rollouts) -> Bool[Tensor, "batch"]:
+    """Return which conversations are trained on."""
     kept = torch.ones(len(rollouts), dtype=torch.bool)
     if config.overlong.filter:
         kept &= ~rollouts.truncated
@@ -111,6 +112,7 @@ def roll_out(run: Run[GRPOConfig], step: Step, prompts: PromptStream) -> tuple[R
 
 
 def part(rollouts: Rollouts, chosen: Bool[Tensor, "batch"]) -> Rollouts:
+    """Return chosen responses."""
     return select(rollouts, chosen.nonzero()[:, 0].tolist())
 
 

@@ -22,7 +22,7 @@ from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples
 
 BINS = 5
-"""Of a held-out pair's probability, 0.5 … 1."""
+"""Of probabilities from 0.5 to 1."""
 
 
 def rm(run: Run[RMConfig]) -> None:
@@ -60,7 +60,7 @@ def preferences(
 
 def set_padding(tokenizer: Any, examples: Sequence[Example]) -> None:
     """Have a tokenizer pad with a special token that ends no sequence, as transformers scores the
-    last token that is not the one for padding. Raises: ValueError where there is none.
+    last other one. Raises: ValueError where there is none.
     """
     ends = {tokenizer.eos_token_id, *(example.input_ids[-1] for example in examples)}
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
@@ -72,8 +72,8 @@ def set_padding(tokenizer: Any, examples: Sequence[Example]) -> None:
 
 
 def to_batch(pairs: Sequence[Together]) -> TokenBatch:
-    """Return pairs as rows, each weighing 1 / their number. A value is of the text before a token,
-    so one more token, whichever, stands after each response, for its score.
+    """Return pairs as rows, each weighing 1 / their number. One more token, any, has a response's
+    score, as values are of the text before.
     """
 
     def scored(example: Example) -> Example:
@@ -97,6 +97,7 @@ def pair_loss(output: ForwardOutput, part: TokenBatch, *, centering: float) -> L
 
 
 def validated(run: Run[RMConfig], pairs: Sequence[Together]) -> tuple[dict[str, float], Samples]:
+    """Return metrics over all of the pairs, and some of them."""
     size, batch = run.config.train_global_batch_size, to_batch(pairs)
     values = in_chunks(partial(run.trainer.compute, needs=Needs(values=True)), batch, rows=size)
     output = pair_loss(ForwardOutput(values=values), batch, centering=run.config.centering)
@@ -107,9 +108,8 @@ def validated(run: Run[RMConfig], pairs: Sequence[Together]) -> tuple[dict[str, 
 
 
 def calibration_of(margins: Float[Tensor, "pairs"]) -> dict[str, float]:
-    """Return the mean distance, over BINS, from the probability σ(|margin|) that a pair's better
-    score is the chosen one's to the share for which it is (expected calibration error), and what it
-    is made of.
+    """Return the expected calibration error of σ(|margin|), the probability that a pair's better
+    score is the chosen one's, and its bins.
 
     >>> found = calibration_of(Tensor([2.0, -2.0, 0.0]))
     >>> found["calibration/0.8/right"], round(found["calibration_error"], 2)

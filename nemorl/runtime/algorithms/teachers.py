@@ -38,8 +38,8 @@ Said = tuple[Int[Tensor, "batch seq k"], Float[Tensor, "batch seq k"]]
 
 
 class Teachers:
-    """The teachers of a run, by name. A row of the data chooses one by its column `teacher`, and
-    may have a prompt for it, `teacher_prompt`.
+    """The teachers of a run, by name. A row may choose one by its column `teacher`, and have a
+    prompt for it, `teacher_prompt`.
     """
 
     def __init__(self, run: Run[DistillConfig], stack: ExitStack) -> None:
@@ -66,9 +66,8 @@ class Teachers:
         require(told, "the column teacher_prompt", must, None, "add it, or --teacher.model")
 
     def checked(self, model: str | None) -> str | ScoreServer | None:
-        """Return a teacher's folder, the model behind its URL, or what is the student itself.
-
-        Raises: ValueError for one that reads other tokens than the student, or too few.
+        """Return a teacher's folder, its server, or what is the student itself. Refuse one that
+        reads other tokens than the student, or too few.
         """
         if model in (None, LIVE):
             return model
@@ -143,9 +142,7 @@ class Teachers:
         return top[1].long(), top[0]
 
     def __call__(self, batch: TokenBatch, rows: Sequence[Any]) -> TokenBatch:
-        """Add to a batch, of whose rows each belongs to one of the data, what its teacher says
-        under its `teacher_prompt`, as `target_ids` and `teacher_logprobs`.
-        """
+        """Add what the teachers of a batch's rows say, as `target_ids` and `teacher_logprobs`."""
         apart, plan = segments_apart(replace(batch, sampled_hashes=None))
         of = [row for row, segments in zip(rows, plan, strict=True) for _ in segments]
         seen, later = self.seen(apart, of)
@@ -171,8 +168,8 @@ class Teachers:
     def seen(
         self, batch: TokenBatch, rows: Sequence[Any]
     ) -> tuple[TokenBatch, Int[Tensor, "batch"]]:
-        """Return a batch, with a sequence in each row, under the prompts for teachers, and how many
-        tokens later each response stands there.
+        """Return a batch of single sequences under the teachers' prompts, and how many tokens later
+        each response stands there.
         """
         if all(row.get("teacher_prompt") is None for row in rows):
             return batch, torch.zeros(len(rows), dtype=torch.long)
@@ -184,8 +181,8 @@ class Teachers:
             ids = batch.input_ids[i, :length].tolist()
             if samples and ids[:begin] != own[i]:
                 raise RuntimeError(
-                    "a row's teacher_prompt takes the place of its prompt, but a conversation has"
-                    " rewritten or cut that: omit it, or keep the prompt in its context"
+                    "teacher_prompt takes the place of a row's prompt, but a conversation has"
+                    " rewritten or cut that: omit it"
                 )
             mask = [False] * len(told) + [True] * (length - begin)
             ids = [*told, *ids[begin:]]
@@ -194,8 +191,8 @@ class Teachers:
         return collate(examples, logprob_kind=batch.logprob_kind), torch.tensor(later)
 
     def prompts(self, rows: Sequence[Any], *, told: bool = False) -> Sequence[Sequence[int]]:
-        """Return the prompts of rows, or the ones for teachers, as tokens. In a chat a teacher's
-        text is the user's message, behind the system's.
+        """Return the tokens of rows' prompts, or of the ones for teachers, whose text is the user's
+        message in a chat.
         """
 
         def for_teacher(row: Any) -> Any:
@@ -211,11 +208,7 @@ class Teachers:
 
 @contextmanager
 def open_teachers(run: Run[DistillConfig]) -> Iterator[Teachers]:
-    """Check the teachers, and have them ready to score for the block.
-
-    Raises: ValueError, before any model is loaded, for a teacher with another tokenizer or too few
-    positions, and rows that name none.
-    """
+    """Check the teachers, and have them score in the block."""
     with ExitStack() as stack:
         yield Teachers(run, stack)
 
@@ -241,8 +234,8 @@ def distillation_loss(
     top: Mapping[str, Any] | None,
     coef: float,
 ) -> LossOutput:
-    """Return the policy loss, of advantages with coef · (log π_teacher − log π_prev) added, or with
-    `top`, keywords of `distillation_topk`, plus coef · that divergence.
+    """Return the policy loss of advantages + coef · (log π_teacher − log π_prev), or with `top`,
+    keywords of `distillation_topk`, plus coef · that divergence.
     """
     assert batch.loss_weights is not None and batch.teacher_logprobs is not None
     if top is not None:

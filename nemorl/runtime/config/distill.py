@@ -10,12 +10,12 @@ from nemorl.checks import at_least, refuse_unused, require
 from nemorl.runtime.config.grpo import AdvantageConfig, GroupAdvantage, OnlineConfig, check_groups
 
 LIVE = "self"
-"""The teacher that is the student itself, with the weights of each step."""
+"""The student as its own teacher."""
 SAMPLING = (
     *("loss", "advantage", "reward_coef", "kl", "off_policy", "overlong", "gap", "async_"),
     *("receipts", "rollout", "num_generations_per_prompt", "entropy_coef"),
 )
-"""Settings without a use where the data have the responses."""
+"""Unused where the data have the responses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,22 +24,20 @@ class TeacherConfig:
 
     model: str | dict[str, str] | None = None
     """A folder, hub name, run, or URL of vLLM's server (http://host:8000/v1#MODEL); self: the
-    student at each step. A mapping of names has several, which the rows' column `teacher` chooses.
-    Default: the student as it began.
+    student at each step; default: as it began. Of a mapping the rows' column `teacher` chooses.
     """
     engine: str | None = None
-    """Generation backend that scores (torch, vllm, yours), with the settings of `generation`.
-    Default: a training backend like the student's.
+    """Generation backend that scores, such as vllm, with the settings of `generation`. Default: a
+    training backend like the student's.
     """
     own_devices: bool = False
-    """Give it devices of its own; else it shares the student's, in turns."""
+    """Give it devices of its own, not the student's in turns."""
 
     def __post_init__(self) -> None:
-        own = self.engine is not None or self.own_devices
-        folders = all(str(each) not in (LIVE, "None") for each in self.models.values())
-        fits = folders and not any(str(each).startswith("http") for each in self.models.values())
-        must = "must be a folder for teacher.engine and teacher.own_devices"
-        require(fits or not own, "teacher.model", must, self.model, "name one, or remove these")
+        for each in self.models.values() if self.engine or self.own_devices else ():
+            must = "must be a folder for teacher.engine and teacher.own_devices"
+            fits = each not in (None, LIVE) and not each.startswith("http")
+            require(fits, "teacher.model", must, each, "name one, or remove these")
 
     @property
     def models(self) -> Mapping[str, str | None]:
@@ -53,7 +51,7 @@ class SampledTokens:
 
     name: Literal["sampled"] = "sampled"
     coef: float = 1.0
-    """Weight of these advantages beside those of rewards."""
+    """Weight beside the advantages of rewards."""
 
     def __post_init__(self) -> None:
         at_least(0, distillation__coef=self.coef)
@@ -61,23 +59,21 @@ class SampledTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class TopTokens:
-    """Divergence of the two distributions at the teacher's likeliest tokens, or at all."""
+    """Divergence of both distributions at the teacher's likeliest tokens."""
 
     name: Literal["top_k"] = "top_k"
     top_k: int | None = 64
-    """How many of the teacher's likeliest tokens are compared at each place. None: all."""
+    """How many of the teacher's likeliest tokens are compared. None: all."""
     direction: Literal["forward", "reverse", "mixed", "jensen_shannon"] = "reverse"
-    """forward: KL(teacher‖student), which covers all that the teacher says; reverse:
-    KL(student‖teacher), which avoids what it does not; mixed, jensen_shannon: between them.
+    """forward: KL(teacher‖student), covers all that the teacher says; reverse: KL(student‖teacher),
+    avoids what it does not; mixed, jensen_shannon: between them.
     """
     mix: float = 0.5
     """Share of forward in mixed; the teacher's weight in jensen_shannon."""
     outside: Literal["rest_mass", "renormalize", "zero"] = "rest_mass"
-    """All other tokens: one more outcome; left out of both distributions; or impossible for the
-    teacher.
-    """
+    """All other tokens: one more outcome, left out of both, or impossible for the teacher."""
     coef: float = 1.0
-    """Weight of the divergence beside the policy loss of rewards."""
+    """Weight beside the policy loss."""
 
     def __post_init__(self) -> None:
         at_least(1, distillation__top_k=self.top_k)
@@ -88,16 +84,16 @@ class TopTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(OnlineConfig):
-    """Learning from a teacher, which scores the tokens of the student's responses."""
+    """Learning from a teacher, which scores the student's tokens."""
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     distillation: Annotated[SampledTokens | TopTokens, Field(discriminator="name")] = field(
         default_factory=SampledTokens
     )
     on_policy: bool = True
-    """Learn on the student's own responses; else on those of data.train, as for sft."""
+    """Learn on the student's responses; else on those of data.train, as for sft."""
     reward_coef: float = 0.0
-    """Weight of the advantages of rewards. 0: rewards of rows with an answer are only measured."""
+    """Weight of the advantages of rewards. 0: rewards are only measured."""
     advantage: AdvantageConfig = field(default_factory=GroupAdvantage)
     num_generations_per_prompt: int = 1
     """Responses per prompt: the group size."""

@@ -65,7 +65,7 @@ class PPOConfig(OnlineConfig):
 
     critic: CriticConfig = field(default_factory=CriticConfig)
     advantage: GAEAdvantage = field(default_factory=GAEAdvantage)
-    # No response needs another of its prompt as a baseline, so more prompts teach more.
+    # No response needs others of its prompt, so more prompts teach more.
     num_prompts_per_step: int = 256
     num_generations_per_prompt: int = 1
     reduction: Literal["token_mean", "sequence_mean", "constant", "group_mean"] = "token_mean"

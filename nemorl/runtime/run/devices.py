@@ -240,6 +240,7 @@ def _check_groups(tp: int, environ: Mapping[str, str]) -> None:
 
 
 def check_device(device: str | None, *, ranked: bool, has_gpus: bool) -> None:
+    """Refuse a trainer.device that torch can't use."""
     if ranked:
         require(
             device in (None, "cpu", *["cuda"] * has_gpus),
@@ -464,5 +465,6 @@ def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig | N
 
 
 def keeps_reference(config: BaseConfig) -> bool:
+    """Return whether the trainer keeps the initial model."""
     needed = getattr(config, "needs_reference", False)
     return needed and getattr(config, "reference", "live") == "live"

@@ -100,6 +100,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
 def opened(
     launch: Launch, *, generates: bool | None = None, num_updates: int | None = None
 ) -> Iterator[Run[Any]]:
+    """Open a launched run for the block."""
     with ExitStack() as stack:
         run = Run[Any](launch, stack, generates=generates, num_updates=num_updates)
         try:

@@ -431,6 +431,7 @@ def require_length(schedule: str, num_updates: int | None) -> None:
 def set_up(
     backend: Any, config: BackendConfig, waiting: AbstractContextManager[None]
 ) -> Iterator[None]:
+    """Set up a backend for the block."""
     try:
         with waiting:
             backend.setup(config)

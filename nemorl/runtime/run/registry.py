@@ -226,6 +226,7 @@ def get_training_backend(name: str, model: Any = None) -> "FullTrainingBackend":
 
 
 def training_backend_class(name: str) -> "type[TrainingBackend]":
+    """Return the registered class."""
     return load(_get(name, TRAINING_BACKENDS, "training backend"))
 
 

@@ -153,7 +153,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "top_k": {"distillation": TopTokens(top_k=K)},
     "forward over all": {"distillation": TopTokens(top_k=None, direction="forward")},
     "Jensen-Shannon": {"distillation": TopTokens(top_k=K, direction="jensen_shannon")},
-    "of data": {"distillation": TopTokens(top_k=K), "on_policy": False},
+    "of data": {
+        "distillation": TopTokens(top_k=K, direction="forward"),
+        "on_policy": False,
+    },
     "with a reward": {
         "reward_coef": 0.1,
         "num_generations_per_prompt": 2,
@@ -174,7 +177,7 @@ def distance(model: Any, teacher: Any, tokenizer: Any) -> float:
     return float(sum(found) / len(found))
 
 
-@pytest.mark.slow_cases(but=["0-top_k"])
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_student_comes_near_its_teacher(way: str, seed: int, place: Path, tmp_path: Path):

@@ -93,7 +93,7 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
 
 
 def test_help_shows_defaults_and_the_selectors(capsys):
-    parts = ["--loss {clipped,gspo,cispo,reinforce,module:function}", "(default: 1e-05)"]
+    parts = ["--loss {clipped,gspo,cispo,sapo,gmpo,reinforce,module:function}", "(default: 1e-05)"]
     about = ["AdamW or another optimizer, its learning-rate schedule", "dr_grpo: "]
     for topic, wanted in {(): parts, ("all",): parts + about}.items():
         assert cli.main(["grpo", "--help", *topic]) == 0
@@ -318,10 +318,10 @@ BAD = [
     (["--import", "--help"], "--import must name a module: nemorl --import MODULE COMMAND"),
     (["export", "r"], "Missing from nemorl export: --output STR"),
     (
-        ["ppo"],
-        "unknown command 'ppo'; write nemorl grpo, whose loss is PPO's by default; it has no",
+        ["rloo"],
+        "unknown command 'rloo'; write nemorl grpo --preset rloo",
     ),
-    (["grpo", "--preset", "ppo"], "unknown preset 'ppo'; write nemorl grpo, whose loss"),
+    (["grpo", "--preset", "ppo"], "unknown preset 'ppo'; write nemorl ppo, which has a critic"),
     (["grpo", "--loss", "dapo"], "but it is 'dapo'; write nemorl grpo --preset dapo"),
     (["grpo", "--generation.engine", "0.5"], """: write one, such as '{"name": 0.5}'"""),
     (["sft", "--run.dir", "none", "--run.resume"], "to resume, but there is none in"),

@@ -134,8 +134,8 @@ def test_a_callback_that_raises_costs_no_step(tmp_path: Path, hook, at, saved):
 
 
 def test_a_loss_that_is_not_a_number_leaves_the_weights(tmp_path: Path, monkeypatch):
-    def broken(output, batch):
-        result = plain(output, batch)
+    def broken(output, batch, **options):
+        result = plain(output, batch, **options)
         calls.append(1)
         return replace(result, loss=result.loss * (float("nan") if len(calls) == 3 else 1.0))
 

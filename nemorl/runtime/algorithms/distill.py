@@ -55,7 +55,7 @@ def distill(run: Run[DistillConfig]) -> None:
 
 
 def judge_nothing(run: Run[DistillConfig]) -> None:
-    """Have no rewards where no setting asks for them and no row has an answer."""
+    """Have no rewards where nothing asks for them and no row has an answer."""
     config, rows = run.config, first_of(run.rows)
     asks = config.reward_coef or config.rollout.environment or config.reward != DistillConfig.reward
     if not asks and all(row.get("answer") is None for row in rows):

@@ -20,7 +20,7 @@ SAMPLING = (
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """The model that scores the student's tokens."""
+    """The model that scores tokens."""
 
     model: str | dict[str, str] | None = None
     """A folder, hub name, run, or URL of vLLM's server (http://host:8000/v1#MODEL); self: the
@@ -28,7 +28,7 @@ class TeacherConfig:
     """
     engine: str | None = None
     """Generation backend that scores, such as vllm, with the settings of `generation`. Default: a
-    training backend like the student's.
+    training backend.
     """
     own_devices: bool = False
     """Give it devices of its own, not the student's in turns."""

@@ -144,11 +144,11 @@ class ScoreServer(Server):
     """Ask a model served by vLLM for log-probabilities of given tokens."""
 
     @classmethod
-    async def find(cls, url: str) -> tuple["ScoreServer", int | None]:
-        """Return the model of http://host:8000/v1#MODEL, or the first, and its positions."""
+    async def find(cls, url: str) -> tuple["ScoreServer", int]:
+        """Return the model of http://host:8000/v1#MODEL, or the first, and its limit."""
         place, _, name = url.partition("#")
         found = await _ask(cls(url=place, model=name), "/models", method="get")
-        known = {each["id"]: each.get("max_model_len") for each in found["data"]}
+        known = {each["id"]: each.get("max_model_len", 2**31) - 1 for each in found["data"]}
         name = name or next(iter(known), "")
         require(name in known, url, f"must serve {name!r}", [*known], "name one behind #")
         return cls(url=place, model=name), known[name]

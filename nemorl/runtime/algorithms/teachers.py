@@ -67,11 +67,12 @@ class Teachers:
 
     def checked(self, model: str | None) -> str | ScoreServer | None:
         """Return a teacher's folder, its server, or what is the student itself. Refuse one that
-        reads other tokens than the student, or too few.
+        reads other tokens, or too few.
         """
         if model in (None, LIVE):
             return model
         found: Any
+        positions: int | None
         read: Callable[[str], Sequence[int]]
         if model.startswith("http"):
             found, positions = ask(ScoreServer.find(model))
@@ -85,7 +86,7 @@ class Teachers:
         told = [row for row in self.rows if row.get("teacher_prompt") is not None]
         pairs = zip(self.prompts(told, told=True), self.prompts(told), strict=True)
         longest = self.run.config.data.max_total_sequence_length
-        longest += max((len(ids) - len(own) for ids, own in pairs), default=0)
+        longest += max([0, *(len(ids) - len(own) for ids, own in pairs)])
         must, fits = f"must have {longest} positions, for the longest row", positions or longest
         require(longest <= fits, field, must, positions, "shorten the rows")
         texts = [self.run.tokenizer.decode(ids) for ids in prompts]

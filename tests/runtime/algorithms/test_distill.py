@@ -260,7 +260,7 @@ def refused(config: Any, place: Path, rows: Any, match: str) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"max_model_len": 16}, r"teacher.model http.* must have 32 positions"),
+        ({"max_model_len": 32}, r"teacher.model http.* must have 32 positions"),
         ({"tokens": [1, 2]}, r"must have the policy's tokenizer, which reads .The caf"),
         (
             {"logprobs": None},

@@ -46,7 +46,7 @@ class Teachers:
         self.run, self.config, self.stack = run, run.config.teacher, stack
         self.kind, kind = LogprobKind(run.config.generation.temperature), run.config.distillation
         self.top_k = 0
-        """How many tokens are compared; 0: the sampled one."""
+        """Tokens that are compared; 0: the sampled one."""
         if isinstance(kind, TopTokens):
             self.top_k = kind.top_k or run.launch.of_model.vocab_size
         self.rows = first_of(run.rows)
@@ -96,7 +96,7 @@ class Teachers:
         return found
 
     def load(self, name: str, model: str | ScoreServer | None) -> Callable[[TokenBatch], Said]:
-        """Return what scores a batch with a sequence in each row."""
+        """Return what scores a batch of single sequences."""
         run, config = self.run, self.run.config
         if isinstance(model, ScoreServer):
             return partial(self.scored, model)

@@ -54,7 +54,7 @@ BOUNDS = {
     "lines of a function": 75,
     "files directly in runtime": 1,
     "longest line": 100,
-    "words of tests": 198_300,
+    "words of tests": 198_400,
     "words of docs": 36_000,
     "pages of docs": 22,
     "words of README": 900,

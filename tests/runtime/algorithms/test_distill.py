@@ -16,6 +16,7 @@ from nemorl.parallel.backend import ForwardOutput
 from nemorl.rollout import judge
 from nemorl.runtime.algorithms.teachers import make_loss, open_teachers
 from tests.rollout.test_judge import Fake
+from tests.rollout.test_judge import served as serving
 from tests.runtime.runs import (
     addition_rows,
     digits,
@@ -249,6 +250,21 @@ def test_a_server_scores_as_a_backend_does(top_k: int, fake: Fake, place: Path, 
     here, there = batches
     assert torch.equal(here.target_ids, there.target_ids)
     torch.testing.assert_close(here.teacher_logprobs, there.teacher_logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [0, K])
+def test_a_server_of_vllm_scores_as_a_backend_does(top_k: int, place: Path, tmp_path: Path):
+    folder = saved_model(tmp_path / "teacher", seed=3, max_position_embeddings=1024, **SIZES)
+    with serving(folder) as url:
+        kind = TopTokens(top_k=K) if top_k else SampledTokens()
+        batches = []
+        for name, model in (("here", str(folder)), ("there", url)):
+            options = {"teacher": TeacherConfig(model=model), "distillation": kind}
+            config = distill_config(tmp_path / name, **options)
+            batches.append(said(config, place, addition_rows())[0])
+    here, there = (each.teacher_logprobs for each in batches)
+    torch.testing.assert_close(here, there, atol=1e-3, rtol=0)
 
 
 def refused(config: Any, place: Path, rows: Any, match: str) -> None:

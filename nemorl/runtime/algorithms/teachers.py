@@ -46,9 +46,10 @@ class Teachers:
         self.run, self.config, self.stack = run, run.config.teacher, stack
         self.kind, kind = LogprobKind(run.config.generation.temperature), run.config.distillation
         self.top_k = 0
-        """Tokens that are compared; 0: the sampled one."""
+        """0: only the sampled token."""
         if isinstance(kind, TopTokens):
-            self.top_k = kind.top_k or run.launch.of_model.vocab_size
+            most = run.launch.of_model.vocab_size
+            self.top_k = min(kind.top_k or most, most)
         self.rows = first_of(run.rows)
         for_rows(self.rows, self.check_row)
         found = {name: self.checked(model) for name, model in self.config.models.items()}

@@ -168,13 +168,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def distance(model: Any, teacher: Any, tokenizer: Any) -> float:
-    """Mean KL(model‖teacher) at all places of some texts, in nats."""
+    """Mean KL(model‖teacher) at the places of some answers, in nats."""
     found = []
     for row in addition_rows(10):
         ids = torch.tensor([tokenizer(row["prompt"] + row["answer"])["input_ids"]])
         with torch.no_grad():
             p, q = (each(ids, use_cache=False).logits.log_softmax(-1) for each in (model, teacher))
-        found.append((p.exp() * (p - q)).sum(-1).mean())
+        answer = slice(len(row["prompt"]) - 1, None)
+        found.append((p.exp() * (p - q)).sum(-1)[0, answer].mean())
     return float(sum(found) / len(found))
 
 
@@ -188,7 +189,7 @@ def test_the_student_comes_near_its_teacher(way: str, seed: int, place: Path, tm
     lessons, model = given(place, seed=10 + seed), tiny_model(seed=3, **SIZES)
     before = distance(lessons["model"], model, lessons["tokenizer"])
     result = nemorl.run(config, **lessons)
-    assert distance(result.model, model, lessons["tokenizer"]) < 0.8 * before
+    assert distance(result.model, model, lessons["tokenizer"]) < 0.65 * before
     if isinstance(config.distillation, TopTokens):
         last = of_phase(result, "train")[-1]
         assert 0 < last["student_mass"] <= 1 and 0 < last["teacher_mass"] <= 1.00001

@@ -72,9 +72,11 @@ def measure_steps(
                 backend.get_logprobs(batch)
 
     with Allocations() as recorded:
-        # Adapters are for a trained model, and no weights lie in the folder.
-        given = load_causal_lm(str(folder), from_scratch=True) if work.lora.rank else None
-        backends = {name: make(given) for name in models}
+        # Adapters are for a trained model, and no weights lie in the folder. Nothing else holds it.
+        backends = {
+            name: make(load_causal_lm(str(folder), from_scratch=True) if work.lora.rank else None)
+            for name in models
+        }
         for name, backend in backends.items():
             backend.setup(replace(config, **OTHERS[name]))
         step()

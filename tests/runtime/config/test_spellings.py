@@ -16,7 +16,7 @@ from nemorl.runtime.run.registry import ALGORITHMS
 
 ENTRIES = {name: ours for names in libraries().values() for name, ours in names.items()}
 KNOWN = {key for each in (*ALGORITHMS.values(), *COMMANDS.values()) for key in leaves(each.config)}
-ORDER = ("grpo", "sft", "dpo")
+ORDER = ("grpo", "sft", "dpo", "ppo", "distill")
 SECTIONS = ("kl", "lora")  # names of theirs that are sections here
 
 

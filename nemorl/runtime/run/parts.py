@@ -209,7 +209,9 @@ class Backends:
         else:
             backend = get_training_backend(config.trainer.backend, given)
         generators = checkpoint.RandomState.now()
-        own.enter_context(set_up(backend, proved(self.launch, config, given), nullcontext()))
+        config = proved(self.launch, config, given)
+        loading = waiting(f"loading {name}", quiet=self.launch.quiet)
+        own.enter_context(set_up(backend, config, loading))
         generators.restore()
         if config.trains and live is not None and live.resumed_from is not None:
             checkpoint.load_backend(live.resumed_from, name, backend)

@@ -59,8 +59,8 @@ def preferences(
 
 
 def set_padding(tokenizer: Any, examples: Sequence[Example]) -> None:
-    """Have a tokenizer pad with a special token that ends no sequence, as transformers scores the
-    last other one. Raises: ValueError where there is none.
+    """Make a tokenizer pad with a special token that ends no sequence: transformers scores the last
+    other one. Raises: ValueError where there is none.
     """
     ends = {tokenizer.eos_token_id, *(example.input_ids[-1] for example in examples)}
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
@@ -72,8 +72,8 @@ def set_padding(tokenizer: Any, examples: Sequence[Example]) -> None:
 
 
 def to_batch(pairs: Sequence[Together]) -> TokenBatch:
-    """Return pairs as rows, each weighing 1 / their number. One more token, any, has a response's
-    score, as values are of the text before.
+    """Return pairs as rows, each weighing 1 / their number. An extra token after each response
+    holds its score: values are of the text before.
     """
 
     def scored(example: Example) -> Example:

@@ -56,7 +56,7 @@ class Teachers:
         self.scorers = {name: self.load(name, model) for name, model in found.items()}
 
     def check_row(self, row: Any) -> None:
-        """Refuse a row that names no teacher, or tells the student's own weights nothing new."""
+        """Refuse a row without a teacher, or without a prompt where the student teaches itself."""
         models, name = self.config.models, str(row.get("teacher"))
         if "" in models:
             name = ""
@@ -67,7 +67,7 @@ class Teachers:
         require(told, "the column teacher_prompt", must, None, "add it, or --teacher.model")
 
     def checked(self, model: str | None) -> str | ScoreServer | None:
-        """Return a teacher's folder, its server, or what is the student itself. Refuse one that
+        """Return a teacher's folder or server; None and LIVE stand for the student. Refuse one that
         reads other tokens, or too few.
         """
         if model in (None, LIVE):
@@ -124,7 +124,7 @@ class Teachers:
         return found.top_ids, found.top_logprobs
 
     def scored(self, engine: Any, batch: TokenBatch) -> Said:
-        """Return what a server, or an engine that is awake for this alone, says."""
+        """Return what a server, or an engine awake for this alone, says."""
         rows = zip(batch.input_ids.tolist(), batch.lengths.tolist(), strict=True)
         sequences, sleeps = [ids[:n] for ids, n in rows], hasattr(engine, "sleep")
         if sleeps:
@@ -145,6 +145,7 @@ class Teachers:
 
     def __call__(self, batch: TokenBatch, rows: Sequence[Any]) -> TokenBatch:
         """Add what the teachers of a batch's rows say, as `target_ids` and `teacher_logprobs`."""
+        for_rows(rows, self.check_row)
         apart, plan = segments_apart(replace(batch, sampled_hashes=None))
         of = [row for row, segments in zip(rows, plan, strict=True) for _ in segments]
         seen, later = self.seen(apart, of)
@@ -193,9 +194,7 @@ class Teachers:
         return collate(examples, logprob_kind=batch.logprob_kind), torch.tensor(later)
 
     def prompts(self, rows: Sequence[Any], *, told: bool = False) -> Sequence[Sequence[int]]:
-        """Return the tokens of rows' prompts, or of the ones for teachers, whose text is the user's
-        message in a chat.
-        """
+        """Return the tokens of rows' prompts, or of teachers': in a chat the user's message."""
 
         def for_teacher(row: Any) -> Any:
             prompt = row.get("teacher_prompt")

@@ -55,6 +55,9 @@ def said(config: DistillConfig, place: Path, rows: Any) -> tuple[TokenBatch, Any
         for step in run.steps(1):
             found = step.sample(prompts, count=3, n=2)
             batch = teach(found.to_batch(), found.rows)
+            if len(config.teacher.models) > 1:
+                with pytest.raises(ValueError, match="row 1: the column teacher must be one of"):
+                    teach(found.to_batch(), [{}] * len(found.rows))  # as of a stream
     return batch, found
 
 

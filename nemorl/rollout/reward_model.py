@@ -11,7 +11,6 @@ from nemorl.models.hub import load_tokenizer, loading, model_folder
 from nemorl.rollout.processes import Processes, judged_in_processes
 
 PREFIX = "rm:"
-"""Begins the name of such a reward: rm:FOLDER."""
 
 
 def reward_model(name: str) -> Callable[..., Any]:

@@ -201,7 +201,6 @@ def ranked(found: Iterable[Candidate], *, room: float) -> list[Candidate]:
 
 
 def _flags(**sections: Any) -> str:
-    """Return the flags of what is not a run's default."""
     found = []
     for section, config in sections.items():
         for item in fields(config):

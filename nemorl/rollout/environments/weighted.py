@@ -115,6 +115,5 @@ class WeightedRewards:
 
 
 def _first(lists: Iterable[Sequence[Any] | None]) -> list[Any] | None:
-    """Return each conversation's first entry that is not None."""
     parts = zip(*filter(None, lists), strict=True)
     return [next((each for each in of_one if each is not None), None) for of_one in parts] or None

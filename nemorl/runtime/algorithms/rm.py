@@ -22,7 +22,6 @@ from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples
 
 BINS = 5
-"""Of probabilities from 0.5 to 1."""
 
 
 def rm(run: Run[RMConfig]) -> None:

@@ -129,7 +129,6 @@ train a model; each run writes a folder with its metrics, checkpoints and the mo
   nemorl grpo --model.path runs/sft --data.train problems.jsonl --run.dir runs/rl
   nemorl dpo  --model.path runs/sft --data.train pairs.jsonl --run.dir runs/dpo
   nemorl rm   --model.path runs/sft --data.train pairs.jsonl --run.dir runs/rm
-  nemorl ppo  --model.path runs/sft --data.train prompts.jsonl --reward rm:runs/rm
   nemorl distill --model.path small --data.train prompts.jsonl --teacher.model runs/rl
   nemorl grpo --config my.yaml --parallel.dp-shard 4       one model on four devices
 

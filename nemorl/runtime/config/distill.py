@@ -7,10 +7,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from nemorl.checks import at_least, refuse_unused, require
-from nemorl.runtime.config.grpo import AdvantageConfig, GroupAdvantage, OnlineConfig, check_groups
+from nemorl.runtime.config.grpo import (
+    AdvantageConfig,
+    GroupAdvantage,
+    OnlineConfig,
+    check_groups,
+    require_token_loss,
+)
 
 LIVE = "self"
-"""The student as its own teacher."""
 SAMPLING = (
     *("loss", "advantage", "reward_coef", "kl", "off_policy", "overlong", "gap", "async_"),
     *("receipts", "rollout", "num_generations_per_prompt", "entropy_coef"),
@@ -111,8 +116,13 @@ class DistillConfig(OnlineConfig):
             fits, kind = isinstance(self.distillation, TopTokens), self.distillation.name
             must, remedy = "must be top_k without on_policy", "add --distillation top_k"
             require(fits, "distillation", must, kind, remedy)
+        if isinstance(self.distillation, SampledTokens):
+            require_token_loss(self, "distillation sampled")
         if self.reward_coef:
             check_groups(self)
+        else:
+            must = "needs reward_coef above 0"
+            refuse_unused("", self, must, "set it", names=["advantage"])
 
     def generates(self, *, answers: bool) -> bool:
         return self.on_policy or answers

@@ -515,6 +515,14 @@ class OnlineConfig(RewardConfig, BaseConfig):
         return getattr(getattr(self, "advantage", None), "kl_coef", 0.0) > 0
 
 
+def require_token_loss(config: OnlineConfig, what: str) -> None:
+    """Refuse a loss of whole sequences for advantages that differ inside them."""
+    loss = config.loss
+    whole = isinstance(loss, GMPOLoss) or (isinstance(loss, GSPOLoss) and not loss.token_gradient)
+    must, remedy = f"must be of tokens with {what}", "take another, or gspo --loss.token-gradient"
+    require(not whole, "loss", must, loss.name, remedy)
+
+
 def check_groups(config: OnlineConfig) -> None:
     """Refuse advantages that do not fit the other settings of a config."""
     advantage: Any = vars(config)["advantage"]
@@ -525,26 +533,11 @@ def check_groups(config: OnlineConfig) -> None:
             compares_groups = False
         case _:
             compares_groups = not isinstance(advantage, OwnAdvantage)
-    by_turn = isinstance(advantage, GroupAdvantage) and advantage.level == "turn"
-    for other, what in (
-        (config.overlong.buffer > 0, "overlong.buffer"),
-        (
-            getattr(advantage, "baseline", "") == "length_weighted",
-            "advantage.baseline length_weighted",
-        ),
-        (
-            isinstance(config.loss, GSPOLoss) and not config.loss.token_gradient,
-            "the loss gspo without loss.token_gradient",
-        ),
-        (isinstance(config.loss, GMPOLoss), "the loss gmpo"),
-    ):
-        require(
-            not (by_turn and other),
-            "advantage.level",
-            f"is not for {what}",
-            "turn",
-            "change one of them",
-        )
+    if isinstance(advantage, GroupAdvantage) and advantage.level == "turn":
+        require_token_loss(config, "advantage.level turn")
+        fits = not config.overlong.buffer and advantage.baseline != "length_weighted"
+        must = "is not for overlong.buffer and advantage.baseline length_weighted"
+        require(fits, "advantage.level", must, "turn", "change one of them")
     require(
         config.num_generations_per_prompt > 1 or not compares_groups,
         "num_generations_per_prompt",

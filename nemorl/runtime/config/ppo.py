@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nemorl.checks import at_least, refuse_unused, require
-from nemorl.runtime.config.grpo import OnlineConfig
+from nemorl.runtime.config.grpo import OnlineConfig, require_token_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,7 @@ class PPOConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_token_loss(self, "a critic")
         warmup, last, coef = self.critic.warmup_steps, self.max_num_steps, self.kl.coef
         must, remedy = f"must be below max_num_steps ({last})", "leave steps for the policy"
         require(warmup < last, "critic.warmup_steps", must, warmup, remedy)

@@ -179,7 +179,6 @@ class GroupStream:
         return self._feed(Ended(groups))
 
     def _feed(self, event: Wanted | Ended | Updated) -> tuple[int, ...]:
-        """Return the groups for the present step."""
         rows = self.prompts.rows
         self.progress.taken, actions = decide(
             self.progress.taken,

@@ -342,6 +342,8 @@ def test_teachers_and_rows_that_do_not_fit_are_refused(place: Path, tmp_path: Pa
             "reward_coef has no use without on_policy",
         ),
         ({"reward_coef": 1.0}, "num_generations_per_prompt must be at least 2"),
+        ({"advantage": nemorl.GroupAdvantage(ddof=0)}, "advantage needs reward_coef above 0"),
+        ({"loss": nemorl.GSPOLoss()}, "loss must be of tokens with distillation sampled"),
         ({"off_policy": nemorl.OffPolicyConfig(proximal="interpolate")}, "must be recompute"),
     ],
 )

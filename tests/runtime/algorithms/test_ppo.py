@@ -332,6 +332,7 @@ def other_tokens(folder: Path) -> Path:
     ("critic", "options", "message"),
     [
         ({"warmup_steps": 4}, {}, "critic.warmup_steps must be below max_num_steps (4)"),
+        ({}, {"loss": nemorl.GMPOLoss()}, "loss must be of tokens with a critic"),
         ({}, TWICE, "kl.coef must be 0 with advantage.kl_coef above 0"),
         ({"model": "./critic"}, {}, "critic.model must be a folder with a Hugging Face model"),
         ({"model": other_tokens}, {}, "must have the policy's tokenizer"),

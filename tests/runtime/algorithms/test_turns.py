@@ -212,7 +212,9 @@ def test_settings_of_turns_that_do_not_fit():
     config = nemorl.GRPOConfig(advantage=GroupAdvantage(level="turn"))
     with pytest.raises(ValueError, match=r"advantage\.level is not for overlong\.buffer"):
         replace(config, overlong=replace(config.overlong, buffer=0.2))
-    with pytest.raises(ValueError, match=r"advantage\.level is not for the loss gspo without"):
+    with pytest.raises(
+        ValueError, match=r"loss must be of tokens with advantage\.level turn, but it is .gspo."
+    ):
         replace(config, loss=nemorl.GSPOLoss())
     replace(config, loss=nemorl.GSPOLoss(token_gradient=True))
 

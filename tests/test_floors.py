@@ -32,7 +32,7 @@ ATTIC = 7
 """Modules directly in nemorl/ may import everything below, and nobody may import them."""
 ROOMS = (
     *("config", "store", "workers", "engines", "ranks"),
-    *("watch", "run", "algorithms", "cli"),
+    *("watch", "serve", "run", "algorithms", "cli"),
 )
 """The rooms of runtime, bottom up. Each imports only itself and those before it."""
 

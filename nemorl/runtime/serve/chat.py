@@ -1,0 +1,215 @@
+"""OpenAI's chat completions."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from nemorl.data.templates import Message
+from nemorl.runtime.serve.wire import (
+    MOST_TOOLS,
+    Answer,
+    Ask,
+    Body,
+    Dialect,
+    Event,
+    Refused,
+    arguments_in,
+    demand,
+    given,
+    new_id,
+    text_in,
+    tool,
+)
+
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+)
+TEMPLATES_TAKE = "system", "user", "assistant", "tool"
+
+
+class ChatBody(Body):
+    """Fields of /v1/chat/completions; user, metadata, store and service_tier change nothing."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+
+def read(body: ChatBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
+    """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
+    form = (body.response_format or {}).get("type", "text")
+    free = (
+        "ask for the form in a message: decoding is never constrained, as that changes the policy"
+    )
+    demand(form == "text", "response_format", f"must be text, but is {form!r}", free)
+    demand(not body.top_logprobs, "top_logprobs", "must be 0", "sampled tokens' alone are kept")
+    tools = chosen(body.tool_choice, [*map(_tool, body.tools or (), range(MOST_TOOLS))])
+    check_tools(body.tools, body.parallel_tool_calls)
+    return Ask(
+        messages=[message(each, f"messages.{i}") for i, each in enumerate(body.messages)],
+        tools=tools,
+        n=1 if body.n is None else body.n,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        sampling=given(body, *SAMPLING),
+    )
+
+
+def check_tools(tools: Sequence[Any] | None, parallel: bool | None) -> None:
+    """Raise Refused for too many tools, and where only one call is wanted."""
+    demand(len(tools or ()) <= MOST_TOOLS, "tools", f"must be at most {MOST_TOOLS}", "give fewer")
+    one, must = "parallel_tool_calls", "must be true: the model calls as many tools as it likes"
+    demand(parallel is not False or not tools, one, must, "leave it out")
+
+
+def chosen(choice: Any, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the tools that the model is shown. "required" is as "auto", because forcing a call
+    would change the policy.
+    """
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    known = ("auto", "none", "required", "any", None)
+    must = f"must be auto, none or required, but is {choice!r}"
+    demand(kind in known, "tool_choice", must, "offer the one tool alone")
+    return () if kind == "none" else tools
+
+
+def _tool(found: Any, number: int) -> dict[str, Any]:
+    place = f"tools.{number}"
+    function = found.get("function")
+    fits = found.get("type") == "function" and isinstance(function, Mapping)
+    demand(fits, place, 'must be {"type": "function", "function": …}', "correct it")
+    parts = map(function.get, ("name", "description", "parameters"))
+    return tool(*parts, f"{place}.function")
+
+
+def message(found: Mapping[str, Any], place: str) -> Message:
+    """Return a message as `Policy.chat` takes it."""
+    role = {"developer": "system"}.get(found.get("role", ""), found.get("role"))
+    known = role in TEMPLATES_TAKE
+    must = f"must be one of developer, {', '.join(TEMPLATES_TAKE)}, but is {role!r}"
+    demand(known, f"{place}.role", must, "correct it")
+    made = {"role": role, "content": text_in(found.get("content"), f"{place}.content")}
+    calls = []
+    for i, each in enumerate(found.get("tool_calls") or ()):
+        where, function = f"{place}.tool_calls.{i}", each.get("function")
+        demand(isinstance(function, Mapping), where, "must have a function", "name it")
+        arguments = arguments_in(function.get("arguments"), f"{where}.function.arguments")
+        function = {"name": function.get("name"), "arguments": arguments}
+        calls.append({"id": each.get("id"), "type": "function", "function": function})
+    if calls:
+        made["tool_calls"] = calls
+    if role == "tool":
+        made["tool_call_id"] = found.get("tool_call_id")
+    return made
+
+
+def reply(body: ChatBody, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return answers as a chat.completion."""
+    choices = [
+        {
+            "index": i,
+            "message": _message(each),
+            "logprobs": {"content": logprobs(each)} if body.logprobs else None,
+            "finish_reason": each.finish,
+        }
+        for i, each in enumerate(answers)
+    ]
+    prompt, said = answers[0].prompt_tokens, sum(each.tokens for each in answers)
+    usage = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    return {
+        "id": new_id("chatcmpl-"),
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": body.model,
+        "choices": choices,
+        "usage": usage,
+    }
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": written(call)}}
+        for call in answer.calls
+    ]
+    content = answer.content or (None if calls else "")
+    return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def written(call: Mapping[str, Any]) -> str:
+    """Return a call's arguments as JSON."""
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def logprobs(answer: Answer) -> list[dict[str, Any]]:
+    """Return the log-probability of each sampled token, with its text and bytes."""
+    found, tokenizer = answer.completion, answer.completion.tokenizer
+    texts = [tokenizer.decode([token]) if tokenizer else "" for token in found.token_ids]
+    return [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in zip(texts, found.logprobs, strict=True)
+    ]
+
+
+def events(body: ChatBody, found: dict[str, Any]) -> Iterator[Event]:
+    """Yield a finished answer as chunks of chat.completion.chunk."""
+    head = {name: found[name] for name in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk"
+    for choice in found["choices"]:
+        delta = dict(choice["message"])
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        first = {"index": choice["index"], "delta": delta, "logprobs": choice["logprobs"]}
+        last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+        yield None, {**head, "choices": [{**first, "finish_reason": None}]}
+        yield None, {**head, "choices": [last]}
+    if (body.stream_options or {}).get("include_usage"):
+        yield None, {**head, "choices": [], "usage": found["usage"]}
+    yield None, "[DONE]"
+
+
+KINDS: dict[int, Literal["authentication_error", "permission_error", "server_error"]] = {
+    401: "authentication_error",
+    403: "permission_error",
+}
+
+
+def failure(error: Refused) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    usual = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = KINDS.get(error.status, usual)
+    parts = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
+    return {"error": parts}
+
+
+CHAT = Dialect(
+    path="/chat/completions",
+    body=ChatBody,
+    read=read,
+    reply=reply,
+    events=events,
+    failure=failure,
+)

@@ -1,0 +1,175 @@
+"""What the dialects of the endpoint have in common: a request, its answers, and refusals."""
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from nemorl.data.templates import Message
+from nemorl.rollout.generation import Completion
+
+NAME = re.compile(r"[\w.-]{1,64}")
+MOST_STOPS, LONGEST_STOP = 16, 256
+MOST_TOOLS, MOST_SAMPLES = 256, 128
+DEPTH = 32
+"""Of a tool's schema."""
+
+
+class Refused(Exception):
+    """A request that gets an HTTP error, whose message names the field and the remedy."""
+
+    def __init__(
+        self, message: str, *, field: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.field, self.status, self.code = field, status, code
+
+
+def demand(fits: bool, field: str, requirement: str, remedy: str) -> None:
+    """Raise Refused unless a field of a request fits."""
+    if not fits:
+        raise Refused(f"{field} {requirement}: {remedy}", field=field)
+
+
+class Body(BaseModel):
+    """Fields of a request; any other is refused by its name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    stream: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A request, whatever its dialect."""
+
+    messages: Sequence[Message] = ()
+    """Content is text; a call of a tool has its `id`, and its arguments as a dict."""
+    token_ids: Sequence[int] = ()
+    """In place of messages."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """{"type": "function", "function": {"name": …, "description": …, "parameters": …}}"""
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """temperature, top_p, top_k, min_p, seed and penalties, where they were given."""
+
+    def __post_init__(self) -> None:
+        demand(bool(self.messages or self.token_ids), "messages", "must not be empty", "add one")
+        demand(1 <= self.n <= MOST_SAMPLES, "n", f"must be from 1 to {MOST_SAMPLES}", "lower it")
+        few = len(self.stop) <= MOST_STOPS
+        demand(few, "stop", f"must have at most {MOST_STOPS} strings", "leave some out")
+        fits = all(0 < len(each) <= LONGEST_STOP for each in self.stop)
+        demand(fits, "stop", f"must be strings of 1 to {LONGEST_STOP} characters", "change them")
+        most = self.max_tokens is None or self.max_tokens >= 1
+        demand(most, "max_tokens", "must be at least 1", "raise it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One sampled answer to a request."""
+
+    content: str
+    calls: Sequence[Mapping[str, Any]]
+    """{"id": …, "type": "function", "function": {"name": …, "arguments": dict}}"""
+    stop_string: str | None
+    prompt_tokens: int
+    completion: Completion
+
+    @property
+    def tokens(self) -> int:
+        return len(self.completion.token_ids)
+
+    @property
+    def finish(self) -> str:
+        """stop, length or tool_calls."""
+        return "tool_calls" if self.calls else self.completion.finish_reason
+
+    @property
+    def message(self) -> Message:
+        """As a client gives it back."""
+        calls = {"tool_calls": list(self.calls)} if self.calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
+
+
+Event = tuple[str | None, Any]
+"""A server-sent event: its name, if the dialect gives it one, and its data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """How one kind of client writes requests and reads answers."""
+
+    path: str
+    body: type[Body]
+    read: Callable[[Any, Mapping[str, Sequence[Message]]], Ask]
+    """(body, messages up to earlier answers by their id)"""
+    reply: Callable[[Any, Ask, Sequence[Answer]], dict[str, Any]]
+    events: Callable[[Any, dict[str, Any]], Iterator[Event]]
+    """(body, reply), of the finished answer."""
+    failure: Callable[[Refused], dict[str, Any]]
+
+
+def new_id(prefix: str) -> str:
+    """Return an identifier that nobody has had."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def text_in(content: Any, field: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Return content, or its parts of text, as one text. Raises: Refused for images and others."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    demand(isinstance(content, list), field, "must be text or a list of parts", "send text")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        there = kind in kinds and isinstance(part.get("text"), str)
+        place = f"{field}.{number}"
+        demand(there, place, f"must be text, but is of type {kind!r}", "the model reads text only")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def arguments_in(text: Any, field: str) -> dict[str, Any]:
+    """Return the arguments of a call, written as JSON."""
+    try:
+        found = json.loads(text or "{}") if isinstance(text, str | None) else text
+    except (ValueError, RecursionError) as error:
+        raise Refused(
+            f"{field} must be JSON, but is not ({error}): correct it", field=field
+        ) from None
+    demand(isinstance(found, dict), field, "must be a JSON object", "name the arguments")
+    return found
+
+
+def tool(name: Any, description: Any, schema: Any, field: str) -> dict[str, Any]:
+    """Return a tool as chat templates take it. Raises: Refused for a broken schema."""
+    named = isinstance(name, str) and NAME.fullmatch(name) is not None
+    demand(named, f"{field}.name", "must be 1 to 64 letters, digits, _, . or -", "rename it")
+    fits = description is None or isinstance(description, str)
+    demand(fits, f"{field}.description", "must be text", "change it")
+    schema = {"type": "object", "properties": {}} if schema is None else schema
+    fits = isinstance(schema, dict) and schema.get("type") == "object" and _shallow(schema, DEPTH)
+    properties = schema.get("properties", {}) if fits else None
+    fits = isinstance(properties, dict) and all(isinstance(p, dict) for p in properties.values())
+    must = f"must be a JSON schema of an object, at most {DEPTH} deep"
+    demand(fits, f"{field}.parameters", must, "give type, properties and required")
+    function = {"name": name, "description": description or "", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def _shallow(part: Any, depth: int) -> bool:
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return depth > 0 and all(_shallow(each, depth - 1) for each in inner)
+
+
+def given(body: Body, *names: str) -> dict[str, Any]:
+    """Return the fields of a request that are there, by name."""
+    return {name: value for name in names if (value := getattr(body, name)) is not None}

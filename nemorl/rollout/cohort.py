@@ -3,10 +3,11 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from nemorl.checks import as_number, require, short
@@ -229,6 +230,16 @@ def _checked(outcome: Any, name: str, count: int, limits: Limits) -> Outcome:
     return replace(outcome, turn_rewards=turns, reward=total)
 
 
+def with_stops(
+    params: SamplingParams, stop: Sequence[str | int], change: Mapping[str, Any]
+) -> SamplingParams:
+    """Return parameters that stop at further strings and tokens, with other changes."""
+    strings, ids = list(params.stop_strings), list(params.stop_token_ids)
+    for each in [stop] if isinstance(stop, str) else stop or ():
+        strings.append(each) if isinstance(each, str) else ids.append(each)
+    return replace(params, **change, stop_strings=tuple(strings), stop_token_ids=tuple(ids))
+
+
 class RecordingPolicy:
     """The `Policy` of one conversation: its first answer to the row's own prompt is one of the
     samples of a request that its group shares; others have seeds of their own.
@@ -256,15 +267,22 @@ class RecordingPolicy:
         """Raised where the longest sequence left no room for a response."""
         self.call: Call | None = None
         """The episode's own, which pauses while it samples."""
-        self._cohort, self._params = cohort, params
+        self._cohort, self.params = cohort, params
         self._made = dict[int, Turn]()
         self._asked = self._waiting = 0
 
-    async def sample(self, prompt: Sequence[int], *, stop: Sequence[str | int] = ()) -> Completion:
+    async def sample(
+        self,
+        prompt: Sequence[int],
+        *,
+        stop: Sequence[str | int] = (),
+        change: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Completion:
+        """Return the answer to token ids; `change`: fields of SamplingParams for it alone."""
         if self.over:
             raise RuntimeError("the conversation is over: sample before its episode returns")
         prompt = tuple(prompt)  # an episode may go on with its list
-        params, number = self._with_limits(prompt, stop), self._asked
+        params, number = self._with_limits(prompt, stop, change), self._asked
         self._asked, self._waiting = self._asked + 1, self._waiting + 1
         if self.call:
             self.call.pause()
@@ -287,12 +305,14 @@ class RecordingPolicy:
         params = replace(params, seed=derive_seed(params.seed or 0, *place), n=1)
         return (await self._cohort.sample(prompt, params))[0]
 
-    def _with_limits(self, prompt: Sequence[int], stop: Sequence[str | int]) -> SamplingParams:
-        params, most = self._params, self._cohort.limits.max_tokens
-        strings, ids = list(params.stop_strings), list(params.stop_token_ids)
-        for each in [stop] if isinstance(stop, str) else stop or ():
-            strings.append(each) if isinstance(each, str) else ids.append(each)
-        params = replace(params, stop_strings=tuple(strings), stop_token_ids=tuple(ids))
+    def forget(self, completion: Completion) -> None:
+        """Take back what was recorded of an answer that nobody saw."""
+        self._made = {n: t for n, t in self._made.items() if t.completion is not completion}
+
+    def _with_limits(
+        self, prompt: Sequence[int], stop: Sequence[str | int], change: Mapping[str, Any]
+    ) -> SamplingParams:
+        params, most = with_stops(self.params, stop, change), self._cohort.limits.max_tokens
         if most is None or len(prompt) + params.max_new_tokens <= most:
             return params
         if len(prompt) >= most:
@@ -314,7 +334,7 @@ class RecordingPolicy:
         prompt, asked = self._context.prompt_of(messages, tools)
         stop = [stop] if isinstance(stop, str) else stop
         completion = await self.sample(prompt, stop=stop)
-        stops = (*self._params.stop_strings, *stop)
+        stops = (*self.params.stop_strings, *stop)
         return self._context.add(prompt, asked, completion, stops)
 
     def conversation(self, outcome: Outcome | Failure) -> Conversation:

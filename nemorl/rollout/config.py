@@ -30,6 +30,11 @@ class RolloutConfig:
     or ./file.py:Class (docs/environments.md). A mapping has one for each name that rows choose by
     their column `environment`. Default: `reward` judges one response.
     """
+    agent: str | None = None
+    """A command for each conversation, such as "python my_agent.py": an agent that asks the policy
+    at OPENAI_BASE_URL or ANTHROPIC_BASE_URL, with the row as JSON on its standard input and its
+    reward in the last line that it prints (docs/agents.md).
+    """
     max_turns: int | None = None
     """Responses after which a conversation ends. Default: the environment's own, or 16."""
     timeout_s: float = 60.0
@@ -47,6 +52,11 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         at_least(1, rollout__max_turns=self.max_turns)
+        alone, must = (
+            not (self.agent and self.environment),
+            "must be left out beside an environment",
+        )
+        require(alone, "rollout.agent", must, self.agent, "remove one of them")
         at_least(0, rollout__workers=self.workers)
         fits, must = bool(self.workers) or not self.worker, "is for rollout.workers"
         require(fits, "rollout.worker", must, self.worker, "say how many")

@@ -4,6 +4,7 @@ of its chat template.
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,6 +95,8 @@ class Context:
     plain: bool = False
     """The prompt is text without a chat template; what follows is appended."""
     tools: Tools = ()
+    most: int = sys.maxsize
+    """Answers that are kept."""
     _answers: list[Spoken] = field(default_factory=list)
     """The latest first."""
 
@@ -192,6 +195,7 @@ class Context:
             end=end,
         )
         self._answers.insert(0, answer)
+        del self._answers[self.most :]
         return message
 
     def _spoken(self, prompt: tuple[int, ...], completion: Completion) -> tuple[str, str]:
@@ -276,6 +280,16 @@ def read_message(said: str, text: str, tools: Tools, template: str) -> Message:
     if tools and reader and (calls := list(reader(said))):
         message["tool_calls"] = calls
     return message
+
+
+def before_calls(text: str) -> str:
+    """Return what a model said before its calls of tools.
+
+    >>> before_calls('Let me see. <tool_call>{"name": "add", "arguments": {}}</tool_call>')
+    'Let me see.'
+    """
+    said = re.split(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>", text)[0].strip()
+    return "" if said[:1] in ("{", "[") else said  # a call alone, of Llama's or Mistral's
 
 
 def require_readable(template: str | None) -> None:

@@ -96,16 +96,21 @@ class _Worker:
         return found
 
     def kill(self) -> None:
-        left: list[psutil.Process] = []
-        with suppress(psutil.Error):
-            left = psutil.Process(self.process.pid).children(recursive=True)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for child in left:
-            with suppress(psutil.Error):
-                child.kill()
+        kill_tree(self.process.pid)
         self.process.communicate()
         self.connection.close()
+
+
+def kill_tree(pid: int) -> None:
+    """Kill the processes of a session, by its first one, and what they have started."""
+    left: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        left = psutil.Process(pid).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for child in left:
+        with suppress(psutil.Error):
+            child.kill()
 
 
 class Processes:

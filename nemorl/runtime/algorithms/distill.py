@@ -57,6 +57,11 @@ def distill(run: Run[DistillConfig]) -> None:
 def judge_nothing(run: Run[DistillConfig]) -> None:
     """Have no rewards where nothing asks for them and no row has an answer."""
     config, rows = run.config, first_of(run.rows)
-    asks = config.reward_coef or config.rollout.environment or config.reward != DistillConfig.reward
+    asks = (
+        config.reward_coef
+        or config.rollout.environment
+        or config.rollout.agent
+        or config.reward != DistillConfig.reward
+    )
     if not asks and all(row.get("answer") is None for row in rows):
         run.environment = make_environment(unjudged)

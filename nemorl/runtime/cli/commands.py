@@ -4,17 +4,19 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemorl.checks import require
+from nemorl.checks import require, warn
 from nemorl.data.datasets import load_rows, stream_rows, to_examples, to_prompts, warn_of_strings
 from nemorl.data.example import Example
 from nemorl.data.lengths import num_tokens
@@ -40,6 +42,7 @@ from nemorl.runtime.cli.settings import (
     GenerateConfig,
     InspectConfig,
     ReportConfig,
+    ServeConfig,
     VerifyConfig,
 )
 from nemorl.runtime.watch.display import print_lengths
@@ -197,6 +200,40 @@ def generate(config: GenerateConfig) -> None:
     Console().print(table)
 
 
+def serve(config: ServeConfig) -> None:
+    """Serve a model until Ctrl-C, with a table of what is asked."""
+    from rich.live import Live
+
+    from nemorl.runtime.cli import inference
+    from nemorl.runtime.watch.callbacks import signals_raise
+
+    console = Console(stderr=True, highlight=False)
+    with signals_raise(), inference.served(config) as (endpoint, made):
+        url, began, before = endpoint.url, time.monotonic(), (time.monotonic(), 0.0)
+        name = config.name or config.model.path
+        print(f"OPENAI_BASE_URL={url}/v1\nANTHROPIC_BASE_URL={url}")
+        for role, key in made.items():
+            print(f"OPENAI_API_KEY={key}   # role {role}; it is not shown again")
+        print(f"model {name!r}; Ctrl-C ends", flush=True)
+        if not made and not config.tls_key and config.host not in ("127.0.0.1", "localhost", "::1"):
+            warn("keys and texts go over the network as they are: add --tls-certificate, --tls-key")
+
+        def table() -> Table:
+            nonlocal before
+            now, counted = time.monotonic(), endpoint.traffic.totals()
+            rate = (counted["completion tokens"] - before[1]) / max(now - before[0], 1e-9)
+            if now - before[0] >= 5:
+                before = now, counted["completion tokens"]
+            found = _table(*counted, "tokens/s", "minutes", box=None)
+            found.add_row(
+                *(f"{v:g}" for v in counted.values()), f"{rate:.0f}", f"{(now - began) / 60:.1f}"
+            )
+            return found
+
+        with Live(console=console, get_renderable=table, refresh_per_second=2, transient=True):
+            Event().wait()
+
+
 def export(config: ExportConfig) -> None:
     """Export a checkpoint, and say how to try it."""
     from nemorl.runtime.cli import inference
@@ -332,6 +369,7 @@ COMMANDS = {
     "eval": Command(EvalConfig, evaluate),
     "compare": Command(CompareConfig, compare),
     "generate": Command(GenerateConfig, generate),
+    "serve": Command(ServeConfig, serve),
     "export": Command(ExportConfig, export),
     "report": Command(ReportConfig, report),
     "verify": Command(VerifyConfig, verify),

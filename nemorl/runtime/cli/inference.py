@@ -4,13 +4,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from string import ascii_uppercase
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemorl.checks import require, short, warn
 from nemorl.data.datasets import load_rows, parts_of, to_prompts, warn_of_strings
@@ -19,7 +19,7 @@ from nemorl.data.sources import known_set, set_names, sources_of
 from nemorl.data.templates import with_chat_template
 from nemorl.models.hub import load_tokenizer, max_positions, model_folder
 from nemorl.models.source import ModelSource
-from nemorl.rollout.calls import blocking
+from nemorl.rollout.calls import EventLoop, blocking
 from nemorl.rollout.collect import Rollouts, collect, join
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import Failure, Prompts, messages_of, text_of
@@ -37,6 +37,8 @@ from nemorl.runtime.cli.settings import (
     EvalConfig,
     ExportConfig,
     GenerateConfig,
+    LoadedConfig,
+    ServeConfig,
     print_settings_of_run,
     settings_of_run,
 )
@@ -48,11 +50,18 @@ from nemorl.runtime.run.launch import model_config_of, workers_of
 from nemorl.runtime.run.parts import proofs_of
 from nemorl.runtime.run.registry import check_generation, get_generation_backend, require_score
 from nemorl.runtime.run.samples import said
+from nemorl.runtime.serve.agents import INSTALL, led_by
+from nemorl.runtime.serve.session import Session, Unrecorded
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint
 from nemorl.runtime.watch.log import waiting_for_engines
 
+if TYPE_CHECKING:
+    from nemorl.runtime.serve.endpoint import Endpoint
+
+KEPT = 1_000
+"""Answers that a served model goes on from with their own tokens, of each key."""
 Answers = TypeVar("Answers", bound=AnswerConfig)
 
 
@@ -86,10 +95,13 @@ def evaluate_config(
     config: EvalConfig, dataset: Rows = None, reward: Reward | None = None, environment: Any = None
 ) -> dict[str, Any]:
     """Return the result of `evaluate`."""
-    led_by = environment or config.rollout.environment
-    alone, must = reward is None and led_by is None, "must be given without reward and environment"
+    environment = led_by(environment, config.rollout)
+    alone, must = (
+        reward is None and environment is None,
+        "must be given without reward and environment",
+    )
     require(config.choices is None or alone, "choices", must, config.choices, "remove one of them")
-    sets = _sets(config, dataset, reward, led_by)
+    sets = _sets(config, dataset, reward, environment)
     rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
     answers, failed, metrics = list[dict[str, Any]](), list[str](), dict[str, float]()
@@ -156,7 +168,7 @@ class _Set:
     category: str | None
 
 
-def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any) -> list[_Set]:
+def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, leads: Any) -> list[_Set]:
     source = config.data.validation if dataset is None else dataset
     print_known(source)
     rows, sets = read_rows(config.data, "validation", dataset) or [], list[_Set]()
@@ -169,7 +181,7 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
                 judge,
                 config.reward_weights,
                 config.reward_kwargs,
-                environment=led_by,
+                environment=leads,
                 chosen=reward is not None or config.reward != EvalConfig.reward,
                 workers=workers_of(config.rollout),
             )
@@ -328,6 +340,39 @@ def generate_config(config: GenerateConfig) -> list[dict[str, Any]]:
     ]
 
 
+@contextmanager
+def served(config: ServeConfig) -> Iterator[tuple["Endpoint", dict[str, str]]]:
+    """Serve a model in the block. Gives the server, and the keys that were made for it, by name."""
+    try:
+        from nemorl.runtime.serve.endpoint import Endpoint, Key
+    except ImportError as error:
+        raise ImportError(f"nemorl serve needs a server ({error}): {INSTALL}") from error
+    named, made = config.read_keys()
+    tls = (config.tls_certificate, config.tls_key)
+    endpoint = Endpoint(host=config.host, port=config.port, audit=config.audit, tls=tls)
+    with (
+        closing(endpoint),
+        _loaded(config, ()) as (prompts, generator),
+        closing(EventLoop("nemorl-policy")) as loop,
+    ):
+        params, longest = config.generation.sampling_params(), prompts.limits.max_tokens
+        policy = Unrecorded(generator=generator, params=params, longest=longest)
+
+        async def session() -> Session:
+            name = config.name or config.model.path
+            return Session(
+                policy, prompts.tokenizer, model=name, longest=longest, free=True, most=KEPT
+            )
+
+        for name, (key, role) in named.items():
+            own = loop.run(session()) if role == "chat" else None
+            endpoint.keys[key] = Key(name=name, role=role, session=own)
+        try:
+            yield endpoint, made
+        finally:
+            endpoint.close()
+
+
 def export(run: str | Path, output: str | Path, **overrides: Any) -> Path:
     """Write a checkpoint of a run as a Hugging Face folder, and return the folder.
 
@@ -395,7 +440,7 @@ def _config(
 
 @contextmanager
 def _loaded(
-    config: EvalConfig | GenerateConfig,
+    config: LoadedConfig,
     rows: Sequence[Mapping[str, Any]],
     environment: Environment | None = None,
 ) -> Iterator[tuple[Prompts, GenerationBackend]]:

@@ -26,9 +26,9 @@ from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import (
     REWARDED,
     SAMPLED,
-    AnswerConfig,
     EvalConfig,
     ExportConfig,
+    LoadedConfig,
     print_settings_of_run,
     settings_of_run,
     used_by_plan,
@@ -91,6 +91,7 @@ COMMON = {
     "advantage.name",
     "parallel.tp",
     "rollout.environment",
+    "rollout.agent",
     "async.max_staleness",
     "kl.coef",
     "teacher.model",
@@ -144,6 +145,7 @@ use what was trained
   nemorl eval --model runs/rl --validation openai/gsm8k    a set that is known on the hub
   nemorl compare before.jsonl after.jsonl                  answers of eval, by a paired test
   nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
+  nemorl serve runs/rl                                     for agents, at a URL like OpenAI's
   nemorl report runs/rl                                    curves and samples as a web page
   nemorl report runs/sft runs/rl                           the same of several runs, side by side
   nemorl verify runs/rl                                    its groups and its receipts
@@ -297,6 +299,8 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
     """Return the checked config of a command; None where --print-config has printed it."""
 
     cls = _config_of(command)
+    if command == "serve" and args and not args[0].startswith("-"):
+        args = ["--model.path", *args]
     raw = args
     # Again below, when the settings of functions of the user's are known.
     args = in_full(cls, raw, names_of(cls), lenient=True)
@@ -306,7 +310,7 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
     if len(paths) > 1:
         warn(f"of several --config the later wins: {' < '.join(paths)}")
     of_run, known = {}, list[bool]()
-    if issubclass(cls, AnswerConfig):
+    if issubclass(cls, LoadedConfig):
         files = [flat(read(path)[0]) for path in paths]
         models = [file.get("model.path") for file in files]
         model = str([None, *models, *peek(args, "--model.path")][-1] or "")
@@ -412,7 +416,7 @@ def _require_inputs(command: str, config: object) -> None:
 
     if isinstance(config, BaseConfig):
         RunDirectory.check_missing(config.run)
-    if isinstance(config, BaseConfig | AnswerConfig):
+    if isinstance(config, BaseConfig | LoadedConfig):
         require(
             bool(config.model.path),
             "model.path",

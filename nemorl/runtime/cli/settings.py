@@ -4,6 +4,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
@@ -33,7 +34,13 @@ OF_RUN = (
     *("data.chat", "data.environment_column", "reward", "reward_weights", "reward_kwargs"),
     *("generation.max_new_tokens", "generation.ignore_eos"),
     *("generation.stop_strings", "generation.stop_token_ids"),
-    *("rollout.environment", "rollout.max_turns", "rollout.timeout_s", "rollout.discount"),
+    *(
+        "rollout.environment",
+        "rollout.agent",
+        "rollout.max_turns",
+        "rollout.timeout_s",
+        "rollout.discount",
+    ),
 )
 """Settings that `eval` and `generate` take from the run that --model names."""
 
@@ -52,28 +59,23 @@ PROMPTS = ("prompt_column", "prompt_template", "system_prompt", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerConfig:
-    """What `eval` and `generate` have in common."""
+class LoadedConfig:
+    """What the commands that sample from a model have in common."""
 
     unused: ClassVar[dict[str, tuple[str, ...]]] = {
         "model": ("from_scratch",),
-        "data": all_but(DataConfig, *PROMPTS),
         "trainer": all_but(TrainerConfig, "device"),
         "parallel": all_but(ParallelPlan, "param_dtype"),
         "generation": ("colocated", "sleep_level", "weight_transport", "trainer_gpus"),
     }
     """Settings that are refused and not shown, by section."""
 
-    n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
-    """Answers per prompt; more than one needs a temperature above 0."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     def __post_init__(self) -> None:
-        at_least(1, n=self.n)
         for section, names in self.unused.items():
             given = getattr(self, section)
             refuse_unused(section, given, "is not used by this command", "remove it", names=names)
@@ -91,6 +93,23 @@ class AnswerConfig:
             self.trainer.device,
             "remove it, and set CUDA_VISIBLE_DEVICES",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerConfig(LoadedConfig):
+    """What `eval` and `generate` have in common."""
+
+    unused: ClassVar[dict[str, tuple[str, ...]]] = LoadedConfig.unused | {
+        "data": all_but(DataConfig, *PROMPTS)
+    }
+
+    n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
+    """Answers per prompt; more than one needs a temperature above 0."""
+    data: DataConfig = field(default_factory=DataConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, n=self.n)
         require(
             self.n == 1 or self.generation.temperature > 0,
             "n",
@@ -128,7 +147,7 @@ def settings_of_run(
 
 
 def print_settings_of_run(
-    of_run: Mapping[str, Any], config: AnswerConfig, known: Collection[bool]
+    of_run: Mapping[str, Any], config: LoadedConfig, known: Collection[bool]
 ) -> None:
     """Print to standard error which settings of a run a config has kept.
 
@@ -268,6 +287,60 @@ class GenerateConfig(AnswerConfig):
         found = [*self.prompt, *(line for line in lines if line.strip())]
         require(bool(found), "file", "must hold a prompt", self.file, "write one prompt per line")
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(LoadedConfig):
+    """Serve a model to agents over HTTP, in OpenAI's and Anthropic's dialects, until Ctrl-C."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface of this machine."""
+    port: int = 8000
+    """0: a free one."""
+    name: str | None = None
+    """The model's name in requests. Default: model.path."""
+    keys: str | None = None
+    """A YAML file of keys, 'NAME: {key: …, role: chat}' each: chat asks the model, read sees its
+    name and /metrics. Default: a new key, which is printed once.
+    """
+    tls_certificate: str | None = None
+    """The file of a certificate (PEM), to serve https."""
+    tls_key: str | None = None
+    """The file of its private key."""
+    audit: str | None = None
+    """A file to which each request appends a line of JSON: time, client, key's name, path, status,
+    seconds and tokens.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            0 <= self.port < 65_536, "port", "must be from 0 to 65535", self.port, "8000 is usual"
+        )
+        both, must = bool(self.tls_key) == bool(self.tls_certificate), "must be given together"
+        require(both, "tls_certificate and tls_key", must, self.tls_key, "give both, or none")
+        for name in ("keys", "tls_certificate", "tls_key"):
+            path = getattr(self, name)
+            require(path is None or Path(path).is_file(), name, "must be a file", path, "write it")
+
+    def read_keys(self) -> tuple[dict[str, tuple[str, Any]], dict[str, str]]:
+        """Return each key and role by its name, and the keys that were made now."""
+        if self.keys is None:
+            made = {"chat": token_urlsafe(24)}
+            return {"chat": (made["chat"], "chat")}, made
+        found = dict[str, tuple[str, Any]]()
+        for name, each in read(Path(self.keys))[0].items():
+            parts = each if isinstance(each, Mapping) else {}
+            key, role = str(parts.get("key") or ""), parts.get("role")
+            fits = len(key) >= 16 and role in ("chat", "read") and len(parts) == 2
+            must = "must have a key of at least 16 characters, and a role, chat or read"
+            require(
+                fits, f"keys: {name}", must, [*parts], f"write '{name}: {{key: …, role: chat}}'"
+            )
+            found[name] = key, role
+        distinct = len({key for key, _ in found.values()}) == len(found) > 0
+        require(distinct, "keys", "must be different keys, one or more", [*found], "write others")
+        return found, {}
 
 
 @dataclass(frozen=True, kw_only=True)

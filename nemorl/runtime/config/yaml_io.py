@@ -201,9 +201,11 @@ IMPORTED = ("loss", "advantage")
 BY_ROW = ("reward", "rollout.environment")
 """Names of code, or mappings to them."""
 CODE = (
-    *(*BY_ROW, *IMPORTED, "rollout.worker", "generation.python"),
+    *(*BY_ROW, *IMPORTED, "rollout.agent", "rollout.worker", "generation.python"),
     *("generation.engine", "model.trust_remote_code", "trust_remote_code"),
 )
+WHOLE = "rollout.agent", "generation.python"
+"""Settings that are programs."""
 WORDS = ("dtype", "kv_cache_dtype", "quantization")
 """Arguments of vLLM that are words of its own."""
 SECRET = "<secret, not kept>"
@@ -239,7 +241,7 @@ def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
             value = value.get("name")
         words = [*map(str, value)] if isinstance(value, list | tuple) else [str(value)]
         texts = texts_in(value)
-        named = [text for text in texts if ":" in text or setting == "generation.python"]
+        named = [text for text in texts if ":" in text or setting in WHOLE]
         if setting.endswith("trust_remote_code"):
             named, words = ["the code that comes with the model"], []
         elif isinstance(value, Mapping):

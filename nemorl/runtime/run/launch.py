@@ -52,6 +52,7 @@ from nemorl.runtime.run.registry import (
     get_generation_backend,
     training_backend_class,
 )
+from nemorl.runtime.serve.agents import led_by
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory, RunRecord, check_algorithm, locked
 from nemorl.runtime.watch.callbacks import Callback, check_callbacks, closing, signals_raise
@@ -163,8 +164,8 @@ def environment_of(
     ):
         requirement = f"can't be given here, because {type(config).__name__} {why}"
         require(used or value is None, name, requirement, value, "remove it")
-    if environment is None and rollout is not None:
-        environment = rollout.environment
+    if rollout is not None:
+        environment = led_by(environment, rollout)
     if not hasattr(config, "reward"):
         return None
     found = make_environment(

@@ -26,6 +26,7 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
 )
+FIELDS = "role", "content", "tool_calls", "tool_call_id", "name"
 TEMPLATES_TAKE = "system", "user", "assistant", "tool"
 
 
@@ -102,8 +103,8 @@ def _tool(found: Any, number: int) -> dict[str, Any]:
     function = found.get("function")
     fits = found.get("type") == "function" and isinstance(function, Mapping)
     demand(fits, place, 'must be {"type": "function", "function": …}', "correct it")
-    parts = map(function.get, ("name", "description", "parameters"))
-    return tool(*parts, f"{place}.function")
+    name, description, schema = map(function.get, ("name", "description", "parameters"))
+    return tool(name, description, schema, f"{place}.function")
 
 
 def message(found: Mapping[str, Any], place: str) -> Message:
@@ -112,6 +113,8 @@ def message(found: Mapping[str, Any], place: str) -> Message:
     known = role in TEMPLATES_TAKE
     must = f"must be one of developer, {', '.join(TEMPLATES_TAKE)}, but is {role!r}"
     demand(known, f"{place}.role", must, "correct it")
+    other = next((name for name, value in found.items() if value and name not in FIELDS), "")
+    demand(not other, f"{place}.{other}", "is no field that the model can be shown", "leave it out")
     made = {"role": role, "content": text_in(found.get("content"), f"{place}.content")}
     calls = []
     for i, each in enumerate(found.get("tool_calls") or ()):
@@ -166,7 +169,7 @@ def written(call: Mapping[str, Any]) -> str:
 
 def logprobs(answer: Answer) -> list[dict[str, Any]]:
     """Return the log-probability of each sampled token, with its text and bytes."""
-    found, tokenizer = answer.completion, answer.completion.tokenizer
+    found, tokenizer = answer.completion, answer.tokenizer
     texts = [tokenizer.decode([token]) if tokenizer else "" for token in found.token_ids]
     return [
         {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
@@ -206,7 +209,7 @@ def failure(error: Refused) -> dict[str, Any]:
 
 
 CHAT = Dialect(
-    path="/chat/completions",
+    path="/v1/chat/completions",
     body=ChatBody,
     read=read,
     reply=reply,

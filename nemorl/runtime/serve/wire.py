@@ -82,6 +82,7 @@ class Answer:
     stop_string: str | None
     prompt_tokens: int
     completion: Completion
+    tokenizer: Any = None
 
     @property
     def tokens(self) -> int:
@@ -170,6 +171,6 @@ def _shallow(part: Any, depth: int) -> bool:
     return depth > 0 and all(_shallow(each, depth - 1) for each in inner)
 
 
-def given(body: Body, *names: str) -> dict[str, Any]:
+def given(body: BaseModel, *names: str) -> dict[str, Any]:
     """Return the fields of a request that are there, by name."""
     return {name: value for name in names if (value := getattr(body, name)) is not None}

@@ -1,0 +1,362 @@
+"""The HTTP server: routes, keys, limits of what clients may do, and what is counted."""
+
+import asyncio
+import hashlib
+import json
+import resource
+import secrets
+import socket
+import time
+from collections import Counter as Waiting
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache, partial
+from typing import Any, Literal
+
+import uvicorn
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from nemorl.rollout.calls import EventLoop
+from nemorl.runtime.serve.chat import CHAT
+from nemorl.runtime.serve.session import Session
+from nemorl.runtime.serve.tokens import TOKENS
+from nemorl.runtime.serve.wire import Answer, Ask, Dialect, Event, Refused
+
+DIALECTS = (CHAT, TOKENS)
+MOST_BYTES = 32 << 20
+"""Of a request's body."""
+SILENT_S = 30.0
+"""Longest wait for a whole request, and for a client that reads no answer."""
+END_S = 10.0
+"""Longest wait for open requests, once the server ends."""
+FILES = 65_536
+Role = Literal["chat", "read"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """Who may do what: `chat` asks the model, `read` sees its name and the metrics."""
+
+    name: str
+    role: Role
+    session: Session | None = None
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
+    """Closes where no whole request comes, or no answer is read, for SILENT_S."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._seen: Any = None
+        self._loop = asyncio.get_running_loop()
+        self._watch = self._loop.call_later(SILENT_S, self._look)
+        self._unread: asyncio.TimerHandle | None = None
+
+    def _look(self) -> None:
+        cycle = self.cycle
+        if cycle is self._seen and (cycle is None or cycle.response_complete):
+            self.transport.close()
+            return
+        self._seen = cycle
+        self._watch = self._loop.call_later(SILENT_S, self._look)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self._loop.call_later(SILENT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread:
+            self._unread.cancel()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        for timer in filter(None, (self._watch, self._unread)):
+            timer.cancel()
+
+
+class Traffic:
+    """What is counted, under Prometheus' names."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        to: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("nemorl_requests", "Requests", ["path", "status"], **to)
+        self.tokens = Counter("nemorl_tokens", "Tokens of answers", ["kind"], **to)
+        self.open = Gauge("nemorl_open_requests", "Requests that wait for an answer", **to)
+        self.seconds = Histogram("nemorl_seconds", "Seconds until an answer", **to)
+
+    def totals(self) -> dict[str, float]:
+        """Return what people watch: open and answered requests, errors and tokens."""
+        found = dict.fromkeys(
+            ("open", "answered", "refused", "prompt tokens", "completion tokens"), 0.0
+        )
+        for each in (sample for metric in self.registry.collect() for sample in metric.samples):
+            match each.name, each.labels:
+                case "nemorl_open_requests", _:
+                    found["open"] = each.value
+                case "nemorl_requests_total", {"status": status}:
+                    found["answered" if status < "400" else "refused"] += each.value
+                case "nemorl_tokens_total", {"kind": kind}:
+                    found[f"{kind} tokens"] += each.value
+        return found
+
+
+@dataclass(kw_only=True, eq=False)
+class Endpoint:
+    """Serves sessions over HTTP, from a thread of its own, until `close`."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    keys: dict[str, Key] = field(default_factory=dict)
+    """By the key itself. A session has its own, which ends with it."""
+    audit: str | None = None
+    """A file that gets a line of JSON for each request."""
+    tls: tuple[str | None, str | None] = (None, None)
+    """Files of the certificate and its key."""
+
+    def __post_init__(self) -> None:
+        self.traffic, self._sessions = Traffic(), dict[str, Session]()
+        self._waiting = Waiting[asyncio.Task[list[Answer]]]()
+        """Clients of each answer: retries wait for the same."""
+        self._log = open(self.audit, "a", buffering=1) if self.audit else None  # noqa: PTH123, SIM115
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self.host, self.port))
+        except OSError as error:
+            listener.close()
+            raise ValueError(
+                f"host and port must be free, but {self.host}:{self.port} is not ({error}): choose"
+                " others (--port)"
+            ) from error
+        self.port = listener.getsockname()[1]
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = max(soft, min(hard, FILES)) if hard > 0 else FILES
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        certificate, key = self.tls
+        config = uvicorn.Config(
+            self._app(),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            limit_concurrency=most // 2,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(END_S),
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
+        self._server = uvicorn.Server(config)
+        self._loop = EventLoop("nemorl-endpoint")
+        served = self._server.serve(sockets=[listener])
+        self._ended: Future[None] = asyncio.run_coroutine_threadsafe(served, self._loop.loop)
+        while not self._server.started:
+            if self._ended.done():
+                self._ended.result()
+            time.sleep(0.005)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' * bool(self.tls[0])}://{host}:{self.port}"
+
+    @contextmanager
+    def open(self, session: Session) -> Iterator[tuple[str, str]]:
+        """Give the base URL and the key of a session, which end with the block."""
+        key = secrets.token_urlsafe(24)
+        self._sessions[key] = session
+        try:
+            yield f"{self.url}/s/{key}/v1", key
+        finally:
+            del self._sessions[key]
+            session.close()
+
+    def close(self) -> None:
+        """Take no more requests, wait for the open ones, END_S at most, and end."""
+        self._server.should_exit = True
+        self._ended.result()
+        self._loop.close()
+        if self._log:
+            self._log.close()
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+        routes: list[tuple[str, Dialect, Role, Any]] = [
+            *((each.path, each, "chat", partial(self._answer, each)) for each in DIALECTS),
+            ("/v1/models", CHAT, "read", self._models),
+            ("/metrics", CHAT, "read", self._metrics),
+        ]
+        for path, dialect, role, work in routes:
+            handle = partial(self._handle, dialect, role, work)
+            for start in ("", "/s/{key}"):
+                app.add_route(start + path, handle, ["GET" if role == "read" else "POST"])
+        app.add_route("/health", self._health)
+        app.add_exception_handler(HTTPException, _no_route)
+        return app
+
+    async def _handle(self, dialect: Dialect, role: Role, work: Any, request: Request) -> Response:
+        began, response = time.monotonic(), Response(status_code=499)
+        note = request.state.note = {"key": None, "prompt_tokens": 0, "completion_tokens": 0}
+        self.traffic.open.inc()
+        try:
+            response = await work(self._session(request, role), request)
+        except Refused as error:
+            response = JSONResponse(dialect.failure(error), error.status)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            ended = Refused(f"the policy could not answer: {error!r}", status=500)
+            response = JSONResponse(dialect.failure(ended), 500)
+        finally:
+            self.traffic.open.dec()
+            seconds, status = time.monotonic() - began, response.status_code
+            self.traffic.requests.labels(request.scope["route"].path, str(status)).inc()
+            self.traffic.seconds.observe(seconds)
+            for kind in ("prompt", "completion"):
+                self.traffic.tokens.labels(kind).inc(note[f"{kind}_tokens"])
+            if self._log:
+                at, path = datetime.now(UTC).isoformat(), request.scope["route"].path
+                what = {"path": path, "status": status, "seconds": round(seconds, 4)}
+                client = request.client and request.client.host
+                self._log.write(json.dumps({"time": at, "client": client, **what, **note}) + "\n")
+        return response
+
+    def _session(self, request: Request, role: Role) -> Session | None:
+        header = request.headers.get("x-api-key") or request.headers.get("authorization", "")
+        given = request.path_params.get("key", header.removeprefix("Bearer ").strip())
+        if session := self._sessions.get(given):
+            request.state.note["key"] = "session"
+            return session
+        same = (key for key in self.keys if secrets.compare_digest(key.encode(), given.encode()))
+        found = self.keys.get(next(same, ""))
+        if found is None:
+            must = "the key must be that of an open conversation, or one that the server knows"
+            raise Refused(f"{must}: it is wrong, or its conversation is over", status=401)
+        request.state.note["key"] = found.name
+        if role == "chat" and found.role != role:
+            raise Refused(f"the key {found.name} may read, but not chat: use another", status=403)
+        return found.session
+
+    async def _answer(self, dialect: Dialect, session: Session, request: Request) -> Response:
+        raw = await _read(request)
+        body, ask = _asked(dialect, session, raw)
+        answers = await self._answers(session, ask, request, raw)
+        found = dialect.reply(body, ask, answers)
+        session.keep(found.get("id"), ask, answers[0])
+        note = request.state.note
+        note["prompt_tokens"] = answers[0].prompt_tokens
+        note["completion_tokens"] = sum(each.tokens for each in answers)
+        if not body.stream:
+            return JSONResponse(found)
+        lines = [_sse(each) for each in dialect.events(body, found)]
+        return Response("".join(lines), media_type="text/event-stream")
+
+    async def _answers(
+        self, session: Session, ask: Ask, request: Request, raw: bytes
+    ) -> list[Answer]:
+        """Return the answers to a request, or of the one of which it is a retry."""
+        named = request.headers.get("idempotency-key", "")
+        again = named or request.headers.get("x-stainless-retry-count", "0") != "0"
+        key = request.url.path, named or hashlib.sha256(raw).hexdigest()
+        task = session.asked.get(key) if again else None
+        if task is None:
+            work = session.submit(partial(session.answer, ask))
+            task = asyncio.create_task(work)
+            session.ask(key, task)
+        self._waiting[task] += 1
+        gone = asyncio.create_task(_gone(request))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not gone.done():
+                return task.result()
+            raise ClientDisconnect
+        finally:
+            self._waiting[task] -= 1
+            if not self._waiting[task]:
+                del self._waiting[task]
+                if gone.done():
+                    session.abandon(key, task)
+            gone.cancel()
+
+    async def _models(self, session: Session | None, request: Request) -> Response:
+        sessions = (session, *(each.session for each in self.keys.values()))
+        models = {each.model: each.longest for each in sessions if each}
+        parts = {"object": "model", "created": 0, "owned_by": "nemorl"}
+        cards = [{"id": name, "max_model_len": most, **parts} for name, most in models.items()]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def _health(self, request: Request) -> Response:
+        ready = bool(self.keys or self._sessions)
+        return JSONResponse({"status": "ok" if ready else "loading"}, 200 if ready else 503)
+
+    async def _metrics(self, session: Session | None, request: Request) -> Response:
+        return Response(generate_latest(self.traffic.registry), media_type="text/plain")
+
+
+endpoint = cache(Endpoint)
+"""Return the server of this process, where agents find their conversations."""
+
+
+async def _no_route(request: Request, error: Any) -> Response:
+    paths = ", ".join(each.path for each in DIALECTS)
+    text = f"{request.method} {request.url.path} is unknown: the paths are {paths}"
+    return JSONResponse(CHAT.failure(Refused(text)), error.status_code)
+
+
+async def _read(request: Request) -> bytes:
+    """Return a request's body. Raises: Refused for one that is too large or too slow."""
+    found, must = bytearray(), f"the body must be at most {MOST_BYTES >> 20} MB"
+    try:
+        async with asyncio.timeout(SILENT_S):
+            if int(request.headers.get("content-length", 0)) > MOST_BYTES:
+                raise Refused(f"{must}: send less", status=413)
+            async for part in request.stream():
+                found += part
+                if len(found) > MOST_BYTES:
+                    raise Refused(f"{must}: send less", status=413)
+    except TimeoutError:
+        must = f"the body must come within {SILENT_S:g} s"
+        raise Refused(f"{must}: send it at once", status=408) from None
+    return bytes(found)
+
+
+def _asked(dialect: Dialect, session: Session, raw: bytes) -> tuple[Any, Ask]:
+    try:
+        body = dialect.body.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or "the body"
+        unknown = first["type"] == "extra_forbidden"
+        why = (
+            "is not a field of this request: leave it out"
+            if unknown
+            else f"is wrong: {first['msg']}"
+        )
+        raise Refused(f"{field} {why}", field=field) from None
+    if body.model != session.model:
+        must = f"model must be {session.model!r}, but is {body.model[:200]!r}"
+        raise Refused(f"{must}: correct it", field="model", status=404, code="model_not_found")
+    return body, dialect.read(body, session.earlier)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _sse(event: Event) -> str:
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"

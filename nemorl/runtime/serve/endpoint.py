@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from nemorl.rollout.calls import EventLoop
+from nemorl.rollout.calls import EventLoop, forget_error
 from nemorl.runtime.serve.chat import CHAT
 from nemorl.runtime.serve.session import Session
 from nemorl.runtime.serve.tokens import TOKENS
@@ -274,6 +274,7 @@ class Endpoint:
         if task is None:
             work = session.submit(partial(session.answer, ask))
             task = asyncio.create_task(work)
+            task.add_done_callback(forget_error)
             session.ask(key, task)
         self._waiting[task] += 1
         gone = asyncio.create_task(_gone(request))

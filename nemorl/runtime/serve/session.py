@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
 from nemorl.data.templates import Message
-from nemorl.rollout.cohort import with_stops
+from nemorl.rollout.cohort import RecordingPolicy, with_stops
 from nemorl.rollout.context import Context, before_calls
 from nemorl.rollout.conversation import ContextFull
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
@@ -22,22 +22,6 @@ OFF: dict[str, Any] = {"repetition_penalty": 1, "top_k": -1}
 """Values that change nothing, where it is not 0."""
 RETRIES = 64
 """Requests of a session whose answers are kept for retries."""
-
-
-class Samples(Protocol):
-    """What a session asks of a policy: `RecordingPolicy` has it."""
-
-    @property
-    def params(self) -> SamplingParams:
-        """How tokens are sampled."""
-
-    async def sample(
-        self, prompt: Sequence[int], *, stop: Sequence[str | int] = (), change: Mapping[str, Any]
-    ) -> Completion:
-        """Return the answer to token ids; `change`: fields of SamplingParams for it alone."""
-
-    def forget(self, completion: Completion) -> None:
-        """Take back what was recorded of an answer that nobody saw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +53,7 @@ class Session:
 
     def __init__(
         self,
-        policy: Samples,
+        policy: RecordingPolicy | Unrecorded,
         tokenizer: Any,
         *,
         model: str = "policy",
@@ -252,6 +236,6 @@ def _keys(message: Message) -> tuple[str, str]:
     return json.dumps([text, said, ids], sort_keys=True), json.dumps([text.strip(), said])
 
 
-def _trim(kept: dict[str, Any], most: int) -> None:
+def _trim(kept: dict[Any, Any], most: int) -> None:
     while len(kept) > most:
         del kept[next(iter(kept))]

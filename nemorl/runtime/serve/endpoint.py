@@ -216,6 +216,8 @@ class Endpoint:
             response = JSONResponse(dialect.failure(error), error.status)
         except ClientDisconnect:
             pass
+        except asyncio.CancelledError:
+            response = JSONResponse(dialect.failure(Refused("the server ends", status=503)), 503)
         except Exception as error:
             ended = Refused(f"the policy could not answer: {error!r}", status=500)
             response = JSONResponse(dialect.failure(ended), 500)

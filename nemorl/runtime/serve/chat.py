@@ -30,23 +30,32 @@ FIELDS = "role", "content", "tool_calls", "tool_call_id", "name"
 TEMPLATES_TAKE = "system", "user", "assistant", "tool"
 
 
-class ChatBody(Body):
-    """Fields of /v1/chat/completions; user, metadata, store and service_tier change nothing."""
+class Shared(Body):
+    """Fields of both of OpenAI's dialects; those from `user` on change nothing."""
 
-    messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+
+class ChatBody(Shared):
+    """Fields of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
     n: int | None = None
     stop: str | list[str] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
@@ -54,30 +63,35 @@ class ChatBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
 
 
 def read(body: ChatBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
     """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
-    form = (body.response_format or {}).get("type", "text")
-    free = (
-        "ask for the form in a message: decoding is never constrained, as that changes the policy"
-    )
-    demand(form == "text", "response_format", f"must be text, but is {form!r}", free)
-    demand(not body.top_logprobs, "top_logprobs", "must be 0", "sampled tokens' alone are kept")
-    tools = chosen(body.tool_choice, [*map(_tool, body.tools or (), range(MOST_TOOLS))])
-    check_tools(body.tools, body.parallel_tool_calls)
+    check_output(body.response_format, body.top_logprobs, "response_format")
     return Ask(
         messages=[message(each, f"messages.{i}") for i, each in enumerate(body.messages)],
-        tools=tools,
+        tools=tools_in(body),
         n=1 if body.n is None else body.n,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         sampling=given(body, *SAMPLING),
     )
+
+
+def check_output(form: Any, top_logprobs: int | None, field: str) -> None:
+    """Raise Refused for a form other than text, and for other tokens' log-probabilities."""
+    kind = form.get("type", "text") if isinstance(form, Mapping) else form or "text"
+    free = (
+        "ask for the form in a message: decoding is never constrained, as that changes the policy"
+    )
+    demand(kind == "text", field, f"must be text, but is {kind!r}", free)
+    demand(not top_logprobs, "top_logprobs", "must be 0", "sampled tokens' alone are kept")
+
+
+def tools_in(body: Shared) -> Sequence[dict[str, Any]]:
+    """Return the tools that the model is shown. Raises: Refused for what can't be obeyed."""
+    check_tools(body.tools, body.parallel_tool_calls)
+    return chosen(body.tool_choice, [*map(_tool, body.tools or (), range(MOST_TOOLS))])
 
 
 def check_tools(tools: Sequence[Any] | None, parallel: bool | None) -> None:
@@ -98,28 +112,31 @@ def chosen(choice: Any, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, A
     return () if kind == "none" else tools
 
 
-def _tool(found: Any, number: int) -> dict[str, Any]:
-    place = f"tools.{number}"
-    function = found.get("function")
-    fits = found.get("type") == "function" and isinstance(function, Mapping)
-    demand(fits, place, 'must be {"type": "function", "function": …}', "correct it")
-    name, description, schema = map(function.get, ("name", "description", "parameters"))
-    return tool(name, description, schema, f"{place}.function")
+def _tool(found: Mapping[str, Any], number: int) -> dict[str, Any]:
+    place, kind, function = f"tools.{number}", found.get("type"), found.get("function", found)
+    fits = kind == "function" and isinstance(function, Mapping)
+    demand(fits, place, f"must be a function, but is of type {kind!r}", "leave it out")
+    place = place if function is found else f"{place}.function"
+    name, about, schema = map(function.get, ("name", "description", "parameters"))
+    return tool(name, about, schema, place)
 
 
 def message(found: Mapping[str, Any], place: str) -> Message:
     """Return a message as `Policy.chat` takes it."""
-    role = {"developer": "system"}.get(found.get("role", ""), found.get("role"))
+    role = "system" if found.get("role") == "developer" else found.get("role")
     known = role in TEMPLATES_TAKE
     must = f"must be one of developer, {', '.join(TEMPLATES_TAKE)}, but is {role!r}"
     demand(known, f"{place}.role", must, "correct it")
     other = next((name for name, value in found.items() if value and name not in FIELDS), "")
     demand(not other, f"{place}.{other}", "is no field that the model can be shown", "leave it out")
     made = {"role": role, "content": text_in(found.get("content"), f"{place}.content")}
-    calls = []
-    for i, each in enumerate(found.get("tool_calls") or ()):
+    calls, asked = [], found.get("tool_calls") or []
+    fits = isinstance(asked, list) and all(isinstance(each, Mapping) for each in asked)
+    demand(fits, f"{place}.tool_calls", "must be a list of calls", "correct it")
+    for i, each in enumerate(asked):
         where, function = f"{place}.tool_calls.{i}", each.get("function")
-        demand(isinstance(function, Mapping), where, "must have a function", "name it")
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        demand(named, where, "must have a function's name", "name it")
         arguments = arguments_in(function.get("arguments"), f"{where}.function.arguments")
         function = {"name": function.get("name"), "arguments": arguments}
         calls.append({"id": each.get("id"), "type": "function", "function": function})

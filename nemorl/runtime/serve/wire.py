@@ -15,6 +15,7 @@ from nemorl.rollout.generation import Completion
 NAME = re.compile(r"[\w.-]{1,64}")
 MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_TOOLS, MOST_SAMPLES = 256, 128
+TEXT = "text", "input_text", "output_text"
 DEPTH = 32
 """Of a tool's schema."""
 
@@ -50,6 +51,8 @@ class Ask:
 
     messages: Sequence[Message] = ()
     """Content is text; a call of a tool has its `id`, and its arguments as a dict."""
+    instructed: bool = False
+    """Whether the first message is for this request alone, not for those that go on from it."""
     token_ids: Sequence[int] = ()
     """In place of messages."""
     tools: Sequence[Mapping[str, Any]] = ()
@@ -123,7 +126,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def text_in(content: Any, field: str, kinds: Sequence[str] = ("text",)) -> str:
+def text_in(content: Any, field: str, kinds: Sequence[str] = TEXT) -> str:
     """Return content, or its parts of text, as one text. Raises: Refused for images and others."""
     if content is None or isinstance(content, str):
         return content or ""

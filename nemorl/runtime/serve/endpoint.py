@@ -27,11 +27,12 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from nemorl.rollout.calls import EventLoop, forget_error
 from nemorl.runtime.serve.chat import CHAT
+from nemorl.runtime.serve.responses import RESPONSES
 from nemorl.runtime.serve.session import Session
 from nemorl.runtime.serve.tokens import TOKENS
 from nemorl.runtime.serve.wire import Answer, Ask, Dialect, Event, Refused
 
-DIALECTS = (CHAT, TOKENS)
+DIALECTS = (CHAT, RESPONSES, TOKENS)
 MOST_BYTES = 32 << 20
 """Of a request's body."""
 SILENT_S = 30.0

@@ -158,7 +158,7 @@ class Session:
 
     def keep(self, id: Any, ask: Ask, answer: Answer) -> None:
         """Remember an answer, which later requests may name by its id."""
-        self.earlier[id] = [*ask.messages, answer.message]
+        self.earlier[id] = [*ask.messages[ask.instructed :], answer.message]
         _trim(self.earlier, self._most)
 
     def _prompt(self, ask: Ask) -> tuple[tuple[int, ...], Any]:

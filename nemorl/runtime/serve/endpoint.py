@@ -27,12 +27,13 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from nemorl.rollout.calls import EventLoop, forget_error
 from nemorl.runtime.serve.chat import CHAT
+from nemorl.runtime.serve.messages import MESSAGES
 from nemorl.runtime.serve.responses import RESPONSES
 from nemorl.runtime.serve.session import Session
 from nemorl.runtime.serve.tokens import TOKENS
 from nemorl.runtime.serve.wire import Answer, Ask, Dialect, Event, Refused
 
-DIALECTS = (CHAT, RESPONSES, TOKENS)
+DIALECTS = (CHAT, RESPONSES, MESSAGES, TOKENS)
 MOST_BYTES = 32 << 20
 """Of a request's body."""
 SILENT_S = 30.0
@@ -196,6 +197,7 @@ class Endpoint:
         app = FastAPI(openapi_url=None)
         routes: list[tuple[str, Dialect, Role, Any]] = [
             *((each.path, each, "chat", partial(self._answer, each)) for each in DIALECTS),
+            ("/v1/messages/count_tokens", MESSAGES, "chat", self._count_tokens),
             ("/v1/models", CHAT, "read", self._models),
             ("/metrics", CHAT, "read", self._metrics),
         ]
@@ -293,6 +295,10 @@ class Endpoint:
                 if gone.done():
                     session.abandon(key, task)
             gone.cancel()
+
+    async def _count_tokens(self, session: Session, request: Request) -> Response:
+        _, ask = _asked(MESSAGES, session, await _read(request))
+        return JSONResponse({"input_tokens": await session.submit(partial(session.count, ask))})
 
     async def _models(self, session: Session | None, request: Request) -> Response:
         sessions = (session, *(each.session for each in self.keys.values()))

@@ -153,7 +153,9 @@ def arguments_in(text: Any, field: str) -> dict[str, Any]:
     return found
 
 
-def tool(name: Any, description: Any, schema: Any, field: str) -> dict[str, Any]:
+def tool(
+    name: Any, description: Any, schema: Any, field: str, *, schema_in: str = "parameters"
+) -> dict[str, Any]:
     """Return a tool as chat templates take it. Raises: Refused for a broken schema."""
     named = isinstance(name, str) and NAME.fullmatch(name) is not None
     demand(named, f"{field}.name", "must be 1 to 64 letters, digits, _, . or -", "rename it")
@@ -164,7 +166,7 @@ def tool(name: Any, description: Any, schema: Any, field: str) -> dict[str, Any]
     properties = schema.get("properties", {}) if fits else None
     fits = isinstance(properties, dict) and all(isinstance(p, dict) for p in properties.values())
     must = f"must be a JSON schema of an object, at most {DEPTH} deep"
-    demand(fits, f"{field}.parameters", must, "give type, properties and required")
+    demand(fits, f"{field}.{schema_in}", must, "give type, properties and required")
     function = {"name": name, "description": description or "", "parameters": schema}
     return {"type": "function", "function": function}
 

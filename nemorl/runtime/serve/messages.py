@@ -1,0 +1,183 @@
+"""Anthropic's messages."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from nemorl.data.templates import Message
+from nemorl.runtime.serve.chat import check_tools, chosen, message
+from nemorl.runtime.serve.wire import (
+    Answer,
+    Ask,
+    Body,
+    Dialect,
+    Event,
+    Refused,
+    demand,
+    given,
+    new_id,
+    tool,
+)
+
+Part = dict[str, Any]
+NOTHING = {"type": "text", "text": ""}
+BILLING = "x-anthropic-billing-header"
+"""Begins a text of Claude Code's that differs in each request: with it none continues another."""
+BESIDES = {"assistant": ("thinking", "redacted_thinking", "tool_use"), "user": ("tool_result",)}
+STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+class Said(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Part]
+
+
+class Tool(BaseModel):
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str = ""
+    input_schema: Part
+
+
+class Choice(BaseModel):
+    type: str = "auto"
+    disable_parallel_tool_use: Literal[False] = False
+
+
+class Thinking(BaseModel):
+    type: Literal["adaptive", "disabled"]
+
+
+class Edit(BaseModel):
+    type: Literal["clear_thinking_20251015"]
+
+
+class MessagesBody(Body):
+    """Fields of /v1/messages; the last three, and an effort, change nothing."""
+
+    messages: list[Said]
+    max_tokens: int | None = None
+    system: str | list[Part] = ""
+    tools: tuple[Tool, ...] = ()
+    tool_choice: Choice = Choice()
+    stop_sequences: tuple[str, ...] = ()
+    thinking: Thinking | None = None
+    context_management: dict[Literal["edits"], list[Edit]] | None = None
+    output_config: dict[Literal["effort"], Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    cache_control: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+
+
+def read(body: MessagesBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
+    """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
+    check_tools(body.tools, None)
+    tools = [
+        tool(each.name, each.description, each.input_schema, f"tools.{i}", schema_in="input_schema")
+        for i, each in enumerate(body.tools)
+    ]
+    said = _said("system", body.system, "system") if body.system else []
+    for i, each in enumerate(body.messages):
+        said += _said(each.role, each.content, f"messages.{i}")
+    fits = not said or said[-1]["role"] != "assistant"
+    demand(fits, "messages", "must not end with the assistant's", "no answer continues another")
+    return Ask(
+        messages=said,
+        tools=chosen(body.tool_choice.type, tools),
+        stop=body.stop_sequences,
+        max_tokens=body.max_tokens,
+        sampling=given(body, "temperature", "top_p", "top_k"),
+    )
+
+
+def _said(role: str, content: str | list[Part], place: str) -> list[Message]:
+    """Return a message as `Policy.chat` takes it, after the results of tools in it."""
+    texts, calls, results = [], [], []
+    parts = content if isinstance(content, list) else [{**NOTHING, "text": content}]
+    for i, part in enumerate(parts):
+        kind = part.get("type")
+        bill = role == "system" and str(part.get("text")).startswith(BILLING)
+        texts.append(NOTHING if bill or kind in BESIDES.get(role, ()) else part)
+        if kind == "tool_use":
+            function = {"name": part.get("name"), "arguments": part.get("input")}
+            calls.append({"id": part.get("id"), "function": function})
+        if kind == "tool_result":
+            result = {"content": part.get("content"), "tool_call_id": part.get("tool_use_id")}
+            results.append(message({"role": "tool", **result}, f"{place}.content.{i}"))
+    made = message({"role": role, "content": texts, "tool_calls": calls}, place)
+    return results if results and not made["content"] else [*results, made]
+
+
+def reply(body: MessagesBody, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return an answer as a message."""
+    answer = answers[0]
+    text = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
+    stop = None if answer.calls else answer.stop_string
+    return {
+        "id": new_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": body.model,
+        "content": [*text, *map(_use, answer.calls)],
+        "stop_reason": "stop_sequence" if stop else STOPS[answer.finish],
+        "stop_sequence": stop,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens},
+    }
+
+
+def _use(call: Mapping[str, Any]) -> Part:
+    made = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+    return {**made, "input": call["function"]["arguments"]}
+
+
+def events(body: MessagesBody, found: dict[str, Any]) -> Iterator[Event]:
+    """Yield a finished answer as the events of its blocks."""
+    ends = {name: found[name] for name in ("stop_reason", "stop_sequence")}
+    yield _event("message_start", message={**found, **dict.fromkeys(ends), "content": []})
+    for i, part in enumerate(found["content"]):
+        if part["type"] == "text":
+            start = {**part, "text": ""}
+            delta = {"type": "text_delta", "text": part["text"]}
+        else:
+            start = {**part, "input": {}}
+            written = json.dumps(part["input"], ensure_ascii=False)
+            delta = {"type": "input_json_delta", "partial_json": written}
+        yield _event("content_block_start", index=i, content_block=start)
+        yield _event("content_block_delta", index=i, delta=delta)
+        yield _event("content_block_stop", index=i)
+    yield _event("message_delta", delta=ends, usage=found["usage"])
+    yield _event("message_stop")
+
+
+def _event(name: str, **data: Any) -> Event:
+    return name, {"type": name, **data}
+
+
+def failure(error: Refused) -> dict[str, Any]:
+    """Return an error as Anthropic's clients read it."""
+    usual = "api_error" if error.status >= 500 else "invalid_request_error"
+    text, field = str(error), error.field or ""
+    text = text if field in text else f"{field}: {text}"
+    return {"type": "error", "error": {"type": KINDS.get(error.status, usual), "message": text}}
+
+
+MESSAGES = Dialect(
+    path="/v1/messages",
+    body=MessagesBody,
+    read=read,
+    reply=reply,
+    events=events,
+    failure=failure,
+)

@@ -5,7 +5,7 @@ import inspect
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ SHOWN = 2_000
 """Characters of what a command printed, in errors."""
 
 
-def agent(run: Any) -> "Agent":
+def agent(run: Callable[..., Any]) -> "Agent":
     """Return an agent as an environment: it leads a conversation through a URL of the policy.
 
     run: `async def run(row, base_url, api_key) -> float | Outcome`, its reward. A plain function
@@ -33,7 +33,8 @@ def agent(run: Any) -> "Agent":
     without its /v1, Anthropic's messages; the model is called "policy". All that it samples there
     is recorded and trained on, each answer as the engine made it.
 
-    An agent that raises, or takes longer than `rollout.timeout_s` between two answers, fails alone.
+    An agent that raises, or takes longer than `rollout.timeout_s` between two answers, fails alone;
+    where a limit has cut its last answer, or its turns, the conversation's reward is 0.
 
     >>> async def run(row, base_url, api_key):
     ...     client = AsyncOpenAI(base_url=base_url, api_key=api_key)
@@ -50,7 +51,7 @@ def agent(run: Any) -> "Agent":
 class Agent:
     """An agent that leads conversations (`agent`)."""
 
-    run: Any
+    run: Callable[..., Any]
     reads: ClassVar = ("max_turns",)
 
     def __post_init__(self) -> None:
@@ -88,7 +89,8 @@ class Agent:
                 except Exception:
                     if policy.full:
                         raise policy.full from None
-                    if session.cut:
+                    last = policy.turns[-1:]
+                    if session.cut or any(turn.completion.truncated for turn in last):
                         return Outcome(truncated=True)
                     raise
             if not policy.turns:
@@ -113,7 +115,7 @@ def _is_agent(found: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandAgent:
     """A command for each conversation, as an agent's `run`."""
 
     command: str
@@ -165,7 +167,7 @@ def led_by(environment: Any, rollout: RolloutConfig) -> Any:
     if rollout.agent is not None:
         alone, must = environment is None, "must be left out beside rollout.agent"
         require(alone, "environment", must, environment, "remove one of them")
-        return Agent(Command(rollout.agent))
+        return Agent(CommandAgent(rollout.agent))
     given = rollout.environment if environment is None else environment
     if isinstance(given, Mapping):
         return {name: _led(each) for name, each in given.items()}

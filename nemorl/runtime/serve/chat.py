@@ -8,24 +8,19 @@ from typing import Any, Literal
 from nemorl.data.templates import Message
 from nemorl.runtime.serve.wire import (
     MOST_TOOLS,
-    Answer,
     Ask,
     Body,
     Dialect,
     Event,
     Refused,
+    Sampled,
     arguments_in,
     demand,
-    given,
     new_id,
     text_in,
     tool,
 )
 
-SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-)
 FIELDS = "role", "content", "tool_calls", "tool_call_id", "name"
 TEMPLATES_TAKE = "system", "user", "assistant", "tool"
 
@@ -36,8 +31,6 @@ class Shared(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -56,13 +49,6 @@ class ChatBody(Shared):
     logprobs: bool | None = None
     response_format: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
 
 def read(body: ChatBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
@@ -72,10 +58,15 @@ def read(body: ChatBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
         messages=[message(each, f"messages.{i}") for i, each in enumerate(body.messages)],
         tools=tools_in(body),
         n=1 if body.n is None else body.n,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop=stops(body.stop),
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        sampling=given(body, *SAMPLING),
+        sampling=body.given(),
     )
+
+
+def stops(found: str | list[str] | None) -> tuple[str, ...]:
+    """Return a stop string, or several, as a tuple."""
+    return (found,) if isinstance(found, str) else tuple(found or ())
 
 
 def check_output(form: Any, top_logprobs: int | None, field: str) -> None:
@@ -147,7 +138,7 @@ def message(found: Mapping[str, Any], place: str) -> Message:
     return made
 
 
-def reply(body: ChatBody, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+def reply(body: ChatBody, ask: Ask, answers: Sequence[Sampled]) -> dict[str, Any]:
     """Return answers as a chat.completion."""
     choices = [
         {
@@ -170,7 +161,7 @@ def reply(body: ChatBody, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]
     }
 
 
-def _message(answer: Answer) -> dict[str, Any]:
+def _message(answer: Sampled) -> dict[str, Any]:
     calls = [
         {**call, "function": {**call["function"], "arguments": written(call)}}
         for call in answer.calls
@@ -184,7 +175,7 @@ def written(call: Mapping[str, Any]) -> str:
     return json.dumps(call["function"]["arguments"], ensure_ascii=False)
 
 
-def logprobs(answer: Answer) -> list[dict[str, Any]]:
+def logprobs(answer: Sampled) -> list[dict[str, Any]]:
     """Return the log-probability of each sampled token, with its text and bytes."""
     found, tokenizer = answer.completion, answer.tokenizer
     texts = [tokenizer.decode([token]) if tokenizer else "" for token in found.token_ids]

@@ -25,13 +25,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from nemorl.rollout.calls import EventLoop, forget_error
+from nemorl.rollout.calls import EventLoop
 from nemorl.runtime.serve.chat import CHAT
 from nemorl.runtime.serve.messages import MESSAGES
 from nemorl.runtime.serve.responses import RESPONSES
 from nemorl.runtime.serve.session import Session
 from nemorl.runtime.serve.tokens import TOKENS
-from nemorl.runtime.serve.wire import Answer, Ask, Dialect, Event, Refused
+from nemorl.runtime.serve.wire import Ask, Dialect, Event, Refused, Sampled
 
 DIALECTS = (CHAT, RESPONSES, MESSAGES, TOKENS)
 MOST_BYTES = 32 << 20
@@ -128,7 +128,7 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self.traffic, self._sessions = Traffic(), dict[str, Session]()
-        self._waiting = Waiting[asyncio.Task[list[Answer]]]()
+        self._waiting = Waiting[asyncio.Task[list[Sampled]]]()
         """Clients of each answer: retries wait for the same."""
         self._log = open(self.audit, "a", buffering=1) if self.audit else None  # noqa: PTH123, SIM115
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -270,16 +270,14 @@ class Endpoint:
 
     async def _answers(
         self, session: Session, ask: Ask, request: Request, raw: bytes
-    ) -> list[Answer]:
+    ) -> list[Sampled]:
         """Return the answers to a request, or of the one of which it is a retry."""
         named = request.headers.get("idempotency-key", "")
         again = named or request.headers.get("x-stainless-retry-count", "0") != "0"
         key = request.url.path, named or hashlib.sha256(raw).hexdigest()
         task = session.asked.get(key) if again else None
         if task is None:
-            work = session.submit(partial(session.answer, ask))
-            task = asyncio.create_task(work)
-            task.add_done_callback(forget_error)
+            task = asyncio.create_task(session.submit(partial(session.answer, ask)))
             session.ask(key, task)
         self._waiting[task] += 1
         gone = asyncio.create_task(_gone(request))

@@ -9,14 +9,13 @@ from pydantic import BaseModel
 from nemorl.data.templates import Message
 from nemorl.runtime.serve.chat import check_tools, chosen, message
 from nemorl.runtime.serve.wire import (
-    Answer,
     Ask,
     Body,
     Dialect,
     Event,
     Refused,
+    Sampled,
     demand,
-    given,
     new_id,
     tool,
 )
@@ -73,9 +72,6 @@ class MessagesBody(Body):
     thinking: Thinking | None = None
     context_management: dict[Literal["edits"], list[Edit]] | None = None
     output_config: dict[Literal["effort"], Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     cache_control: Any = None
     metadata: Any = None
     service_tier: Any = None
@@ -98,7 +94,7 @@ def read(body: MessagesBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
         tools=chosen(body.tool_choice.type, tools),
         stop=body.stop_sequences,
         max_tokens=body.max_tokens,
-        sampling=given(body, "temperature", "top_p", "top_k"),
+        sampling=body.given(),
     )
 
 
@@ -120,7 +116,7 @@ def _said(role: str, content: str | list[Part], place: str) -> list[Message]:
     return results if results and not made["content"] else [*results, made]
 
 
-def reply(body: MessagesBody, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+def reply(body: MessagesBody, ask: Ask, answers: Sequence[Sampled]) -> dict[str, Any]:
     """Return an answer as a message."""
     answer = answers[0]
     text = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []

@@ -17,12 +17,11 @@ from nemorl.runtime.serve.chat import (
     written,
 )
 from nemorl.runtime.serve.wire import (
-    Answer,
     Ask,
     Dialect,
     Event,
+    Sampled,
     demand,
-    given,
     new_id,
 )
 
@@ -68,7 +67,7 @@ def read(body: ResponsesBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
         instructed=bool(first),
         tools=tools_in(body),
         max_tokens=body.max_output_tokens,
-        sampling=given(body, "temperature", "top_p"),
+        sampling=body.given(),
     )
 
 
@@ -95,7 +94,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     return made
 
 
-def reply(body: ResponsesBody, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+def reply(body: ResponsesBody, ask: Ask, answers: Sequence[Sampled]) -> dict[str, Any]:
     """Return an answer as a response."""
     [answer] = answers
     cut = {"reason": "max_output_tokens"} if answer.finish == "length" else None

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
@@ -15,7 +16,7 @@ from nemorl.rollout.cohort import RecordingPolicy, with_stops
 from nemorl.rollout.context import Context, before_calls
 from nemorl.rollout.conversation import ContextFull
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
-from nemorl.runtime.serve.wire import Answer, Ask, Refused, demand, new_id
+from nemorl.runtime.serve.wire import Ask, Refused, Sampled, demand, new_id
 
 T = TypeVar("T")
 OFF: dict[str, Any] = {"repetition_penalty": 1, "top_k": -1}
@@ -69,7 +70,7 @@ class Session:
         self.policy, self.model, self.free, self.max_turns = policy, model, free, max_turns
         self.longest, self.cut = longest, False
         """Whether a request was refused, because the conversation has had all its turns."""
-        self.asked: dict[Any, asyncio.Task[list[Answer]]] = {}
+        self.asked: dict[Any, asyncio.Task[list[Sampled]]] = {}
         """The latest requests, on the server's loop."""
         self.earlier: dict[str, Sequence[Message]] = {}
         """The messages up to and with an answer, by its id."""
@@ -103,7 +104,7 @@ class Session:
         for task in self._open:
             task.cancel()
 
-    async def answer(self, ask: Ask) -> list[Answer]:
+    async def answer(self, ask: Ask) -> list[Sampled]:
         """Return `ask.n` answers. Raises: Refused."""
         prompt, asked = self._prompt(ask)
         change = self._change(ask)
@@ -133,20 +134,24 @@ class Session:
             raise
         return [self._answer(prompt, asked, each, ask.stop) for each in found]
 
-    def ask(self, key: Any, task: asyncio.Task[list[Answer]]) -> None:
-        """Remember a request, whose retries get the same answers."""
+    def ask(self, key: Any, task: asyncio.Task[list[Sampled]]) -> None:
+        """Remember a request, whose retries get the same answers, unless it fails."""
         self.asked[key] = task
+        task.add_done_callback(partial(self._settle, key))
         _trim(self.asked, min(self._most, RETRIES))
 
-    def abandon(self, key: Any, task: asyncio.Task[list[Answer]]) -> None:
+    def abandon(self, key: Any, task: asyncio.Task[list[Sampled]]) -> None:
         """End a request of which nobody waits for the answers, or forget these."""
-        if self.asked.get(key) is task:
-            del self.asked[key]
+        self.asked.pop(key, None)
         if not task.done():
             task.cancel()
         elif not task.cancelled() and not task.exception():
             found = [each.completion for each in task.result()]
             self._loop.call_soon_threadsafe(self._forget, found)
+
+    def _settle(self, key: Any, task: asyncio.Task[list[Sampled]]) -> None:
+        if task.cancelled() or task.exception():
+            self.asked.pop(key, None)
 
     def _forget(self, completions: Sequence[Completion]) -> None:
         for each in completions:
@@ -156,7 +161,7 @@ class Session:
         """Return the number of tokens of a prompt. Raises: Refused."""
         return len(self._prompt(ask)[0])
 
-    def keep(self, id: Any, ask: Ask, answer: Answer) -> None:
+    def keep(self, id: Any, ask: Ask, answer: Sampled) -> None:
         """Remember an answer, which later requests may name by its id."""
         self.earlier[id] = [*ask.messages[ask.instructed :], answer.message]
         _trim(self.earlier, self._most)
@@ -191,7 +196,7 @@ class Session:
 
     def _answer(
         self, prompt: Sequence[int], asked: Any, completion: Completion, stops: Sequence[str]
-    ) -> Answer:
+    ) -> Sampled:
         tokenizer = self._context.tokenizer or completion.tokenizer
         message: Message = {"role": "assistant", "content": completion.text}
         if asked is not None:
@@ -200,7 +205,7 @@ class Session:
         calls = message.get("tool_calls", ())
         good = [{"id": new_id("call_"), **each} for each in calls if each["type"] == "function"]
         text = message["content"] or ""
-        answer = Answer(
+        answer = Sampled(
             content=before_calls(text) if good and len(good) == len(calls) else text,
             calls=good,
             stop_string=message.get("stop_string"),

@@ -3,31 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from nemorl.data.templates import Message
-from nemorl.runtime.serve.chat import SAMPLING, failure
-from nemorl.runtime.serve.wire import Answer, Ask, Body, Dialect, Event, demand, given, new_id
+from nemorl.runtime.serve.chat import failure, stops
+from nemorl.runtime.serve.wire import Ask, Body, Dialect, Event, Sampled, Sampling, demand, new_id
 
 
-class Sampling(BaseModel):
+class Params(Sampling):
     """vLLM's sampling parameters; the last three change no token."""
-
-    model_config = ConfigDict(extra="forbid")
 
     n: int = 1
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: int | None = None
     skip_special_tokens: bool = False
     routed_experts_prompt_start: int | None = None
@@ -37,7 +24,7 @@ class TokensBody(Body):
     """Fields of /inference/v1/generate."""
 
     token_ids: list[int]
-    sampling_params: Sampling = Sampling()
+    sampling_params: Params = Params()
     request_id: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -52,14 +39,14 @@ def read(body: TokensBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
     return Ask(
         token_ids=body.token_ids,
         n=asked.n,
-        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
-        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        stop=stops(asked.stop),
+        stop_token_ids=asked.stop_token_ids,
         max_tokens=asked.max_tokens,
-        sampling=given(asked, *SAMPLING),
+        sampling=asked.given(),
     )
 
 
-def reply(body: TokensBody, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+def reply(body: TokensBody, ask: Ask, answers: Sequence[Sampled]) -> dict[str, Any]:
     """Return answers with their token ids, end tokens included."""
     choices = []
     for number, answer in enumerate(answers):

@@ -36,10 +36,28 @@ def demand(fits: bool, field: str, requirement: str, remedy: str) -> None:
         raise Refused(f"{field} {requirement}: {remedy}", field=field)
 
 
-class Body(BaseModel):
-    """Fields of a request; any other is refused by its name."""
+class Sampling(BaseModel):
+    """How a request wants tokens sampled; any other field is refused by its name."""
 
     model_config = ConfigDict(extra="forbid")
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that are given."""
+        return {name: v for name in Sampling.model_fields if (v := getattr(self, name)) is not None}
+
+
+class Body(Sampling):
+    """Fields of any request."""
 
     model: str
     stream: bool | None = None
@@ -76,8 +94,8 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One sampled answer to a request."""
+class Sampled:
+    """One answer to a request."""
 
     content: str
     calls: Sequence[Mapping[str, Any]]
@@ -115,7 +133,7 @@ class Dialect:
     body: type[Body]
     read: Callable[[Any, Mapping[str, Sequence[Message]]], Ask]
     """(body, messages up to earlier answers by their id)"""
-    reply: Callable[[Any, Ask, Sequence[Answer]], dict[str, Any]]
+    reply: Callable[[Any, Ask, Sequence[Sampled]], dict[str, Any]]
     events: Callable[[Any, dict[str, Any]], Iterator[Event]]
     """(body, reply), of the finished answer."""
     failure: Callable[[Refused], dict[str, Any]]
@@ -174,8 +192,3 @@ def tool(
 def _shallow(part: Any, depth: int) -> bool:
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     return depth > 0 and all(_shallow(each, depth - 1) for each in inner)
-
-
-def given(body: BaseModel, *names: str) -> dict[str, Any]:
-    """Return the fields of a request that are there, by name."""
-    return {name: value for name in names if (value := getattr(body, name)) is not None}

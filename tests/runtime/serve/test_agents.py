@@ -14,7 +14,7 @@ from nemorl.rollout.collect import collect
 from nemorl.rollout.conversation import Limits, Outcome, Prompts, examples_of, segments_of
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.wrapped import as_generation_backend
-from nemorl.runtime.serve.agents import Command, agent, led_by
+from nemorl.runtime.serve.agents import CommandAgent, agent, led_by
 from tests.rollout.chats import TOKENIZER, Scripted, call
 
 ROW = {"prompt": [{"role": "user", "content": "begin"}], "answer": "7"}
@@ -243,7 +243,7 @@ def test_a_command_is_an_agent(tmp_path):
         "if row['kind'] == 'forks': __import__('subprocess').Popen(['sleep', '600'])\n"
         "print('no number' if row['kind'] == 'silent' else 0.25)\n"
     )
-    run = Command(f'{sys.executable} "{script}"')
+    run = CommandAgent(f'{sys.executable} "{script}"')
     rows = [{**ROW, "kind": kind} for kind in ("good", "dies", "silent", "forks")]
     found = of_agent(run, *rows)
     assert [each.outcome.reward for each in found.conversations] == [0.25, 0.25]

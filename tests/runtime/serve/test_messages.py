@@ -5,7 +5,7 @@ import pytest
 
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.serve.messages import MESSAGES
-from nemorl.runtime.serve.wire import Answer, Refused
+from nemorl.runtime.serve.wire import Refused, Sampled
 
 anthropic = pytest.importorskip("anthropic", reason="vLLM's")
 httpx = pytest.importorskip("httpx2", reason="vLLM's")
@@ -28,7 +28,7 @@ def read(*messages, **fields):
 
 def answer(content="2", calls=(), finish="stop", stop=None):
     made = Completion(token_ids=(5, 6), logprobs=(-1, -2), finish_reason=finish, text=content)
-    return Answer(content=content, calls=calls, stop_string=stop, prompt_tokens=3, completion=made)
+    return Sampled(content=content, calls=calls, stop_string=stop, prompt_tokens=3, completion=made)
 
 
 async def streamed(status, content, kind="text/event-stream"):

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.serve.responses import RESPONSES
-from nemorl.runtime.serve.wire import Answer, Refused
+from nemorl.runtime.serve.wire import Refused, Sampled
 
 CALLS = [
     {"id": x, "type": "function", "function": {"name": "add", "arguments": {"a": x}}} for x in "cd"
@@ -29,7 +29,9 @@ GOT = {"role": "tool", "content": "3", "tool_call_id": "c"}
 
 def answer(content, calls=(), finish="stop"):
     found = Completion(token_ids=(5, 6), logprobs=(-0.5, -1), finish_reason=finish, text=content)
-    return Answer(content=content, calls=calls, stop_string=None, prompt_tokens=7, completion=found)
+    return Sampled(
+        content=content, calls=calls, stop_string=None, prompt_tokens=7, completion=found
+    )
 
 
 def ask(**fields):

@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from nemorl.checks import short
 from nemorl.rollout.calls import EventLoop
 from nemorl.runtime.serve.chat import CHAT
 from nemorl.runtime.serve.messages import MESSAGES
@@ -344,14 +345,14 @@ def _asked(dialect: Dialect, session: Session, raw: bytes) -> tuple[Any, Ask]:
     try:
         body = dialect.body.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "the body"
-        unknown = first["type"] == "extra_forbidden"
-        why = (
-            "is not a field of this request: leave it out"
-            if unknown
-            else f"is wrong: {first['msg']}"
-        )
+        why = f"is wrong: {first['msg']}, but is {short(first['input'])}"
+        if first["type"] in ("extra_forbidden", "missing"):
+            unknown = first["type"] == "extra_forbidden"
+            why = (
+                "is not a field of this request: leave it out" if unknown else "is missing: give it"
+            )
         raise Refused(f"{field} {why}", field=field) from None
     if body.model != session.model:
         must = f"model must be {session.model!r}, but is {body.model[:200]!r}"

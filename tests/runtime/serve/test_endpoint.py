@@ -100,6 +100,8 @@ def test_keys_have_roles_and_requests_are_written_down(served):
     [
         (404, "model must be 'tiny'", {"model": "x" * 500}),
         (400, "surprise is not a field", {"surprise": 1}),
+        (400, "a valid boolean, unable to interpret input, but is 'xx", {"stream": "x" * 5000}),
+        (400, "but is {'role': 'user'}", {"messages": {"role": "user"}}),
         (400, "temperature must be at least 0", {"temperature": -1}),
         (
             400,

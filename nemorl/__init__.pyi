@@ -128,6 +128,7 @@ from nemorl.runtime.run.registry import (
     register_training_backend as register_training_backend,
 )
 from nemorl.runtime.run.saving import TrainResult as TrainResult
+from nemorl.runtime.serve.agents import agent as agent
 from nemorl.runtime.store.state import RunView as RunView
 from nemorl.runtime.watch.callbacks import Callback as Callback, StopTraining as StopTraining
 from nemorl.runtime.watch.loggers import LoggedRun as LoggedRun, MetricLogger as MetricLogger

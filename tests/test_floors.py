@@ -75,7 +75,7 @@ OptimizerConfig Outcome OverlongConfig PPOConfig PPOTrainer ParallelPlan PassAtK
 ProfileConfig RMConfig RayVirtualCluster RayWorkerGroup ReceiptsConfig ReinforceLoss
 ReinforcePlusPlusAdvantage RewardServer RolloutConfig Run RunConfig RunView RuntimeConfig SAPOLoss
 SFTConfig SFTTrainer SampledTokens SamplingParams Scores SimPOLoss Step StopTraining TeacherConfig
-TokenBatch TopTokens TrainResult TrainerConfig TrainingBackend Turn TurnResult __version__
+TokenBatch TopTokens TrainResult TrainerConfig TrainingBackend Turn TurnResult __version__ agent
 at_version cli data evaluate export generate get_algorithm get_generation_backend
 get_training_backend judged_in_processes load_config losses main needs open_run openenv policy_loss
 preset prove register_advantage register_algorithm register_generation_backend register_logger

@@ -50,7 +50,7 @@ from nemorl.runtime.run.launch import model_config_of, workers_of
 from nemorl.runtime.run.parts import proofs_of
 from nemorl.runtime.run.registry import check_generation, get_generation_backend, require_score
 from nemorl.runtime.run.samples import said
-from nemorl.runtime.serve.agents import INSTALL, led_by
+from nemorl.runtime.serve.agents import INSTALL, Agent, led_by
 from nemorl.runtime.serve.session import Session, Unrecorded
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
@@ -458,7 +458,7 @@ def _loaded(
         model.chat_template,
         model.chat_template_kwargs,
     )
-    warn_of_strings(rows, tokenizer)
+    warn_of_strings(() if isinstance(environment, Agent) else rows, tokenizer)
     if (choices := getattr(config, "choices", None)) is not None:
         require_score(config.generation)
         for_rows(rows, partial(_tokens_of, tokenizer, choices))

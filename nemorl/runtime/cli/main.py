@@ -91,7 +91,6 @@ COMMON = {
     "advantage.name",
     "parallel.tp",
     "rollout.environment",
-    "rollout.agent",
     "async.max_staleness",
     "kl.coef",
     "teacher.model",

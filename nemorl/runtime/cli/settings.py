@@ -136,11 +136,9 @@ def settings_of_run(
     config, lines = read(directory.config)
     usual, skipped = values(cls, {}), {*OF_SET} if known else set[str]()
     skipped |= {key for key in OF_RUN if key.startswith(without)}
-    found = {
-        key: value
-        for key, value in values(cls, config).items()
-        if key in OF_RUN and key not in skipped and value not in (None, usual[key])
-    }
+    given = values(cls, config)
+    names = [key for key in OF_RUN if key in given and key not in skipped]
+    found = {key: given[key] for key in names if given[key] not in (None, usual[key])}
     with located(directory.config, lines):
         trust.require(nested(found))
     return found
@@ -291,7 +289,9 @@ class GenerateConfig(AnswerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(LoadedConfig):
-    """Serve a model to agents over HTTP, in OpenAI's and Anthropic's dialects, until Ctrl-C."""
+    """Serve a model or a run's to agents over HTTP, in OpenAI's and Anthropic's dialects:
+    nemorl serve MODEL.
+    """
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface of this machine."""

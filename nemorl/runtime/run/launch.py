@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,7 +51,7 @@ from nemorl.runtime.run.registry import (
     get_generation_backend,
     training_backend_class,
 )
-from nemorl.runtime.serve.agents import led_by
+from nemorl.runtime.serve.agents import Agent, led_by
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory, RunRecord, check_algorithm, locked
 from nemorl.runtime.watch.callbacks import Callback, check_callbacks, closing, signals_raise
@@ -317,7 +316,7 @@ def launched(
                 config.model.chat_template,
                 config.model.chat_template_kwargs,
             )
-            warn_of_strings(chain(known, held_out), tokenizer)
+            warn_of_strings([] if isinstance(environment, Agent) else [*known, *held_out], tokenizer)
             # An engine may compute here while ranks train.
             fixed = devices.ranked and config.trainer.deterministic
             with closing(callbacks), deterministic_kernels if fixed else nullcontext():

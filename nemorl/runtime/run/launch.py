@@ -316,7 +316,9 @@ def launched(
                 config.model.chat_template,
                 config.model.chat_template_kwargs,
             )
-            warn_of_strings([] if isinstance(environment, Agent) else [*known, *held_out], tokenizer)
+            warn_of_strings(
+                [] if isinstance(environment, Agent) else [*known, *held_out], tokenizer
+            )
             # An engine may compute here while ranks train.
             fixed = devices.ranked and config.trainer.deterministic
             with closing(callbacks), deterministic_kernels if fixed else nullcontext():

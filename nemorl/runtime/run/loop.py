@@ -160,10 +160,19 @@ class Run(Generic[Config]):
         Raises: ValueError for a name that is taken, or that the last checkpoint does not hold.
         """
         self._open()
-        updates, begun = self.num_updates, self.loop is not None and self.loop.begun
-        self.others.check_new(name, trains, optimizer, begun=begun, num_updates=updates)
+        taken = [POLICY, *self.others.trained, *self.others.frozen]
+        free = name.isidentifier() and name not in taken
+        must = f"must be a Python name, and none of {', '.join(taken)}, which are taken"
+        require(free, "name", must, name, "choose another; the policy is run.trainer")
+        late = trains and self.loop is not None and self.loop.begun
+        must = "must be called before the first step for a backend that trains"
+        require(not late, "run.backend", must, name, "move it above the loop")
+        must, remedy = "must be None for a backend that does not train", "omit it, or trains=False"
+        if optimizer is not None:
+            require(trains, "optimizer", must, optimizer, remedy)
+            require_length(optimizer.schedule, self.num_updates)
         kind: Any = {"head": head, "trains": trains, "optimizer": optimizer, "own_ranks": own_ranks}
-        setup, model = other_setup(self.others, model, updates, live=self.live, **kind)
+        setup, model = other_setup(self.others, model, self.num_updates, live=self.live, **kind)
         live = self.parts() if trains else self.live
         return self.others.add(name, setup, model, own_ranks=own_ranks, live=live)
 
@@ -255,9 +264,8 @@ class Run(Generic[Config]):
 
     def make_room(self) -> None:
         """Free memory for the generator."""
-        others = [*self.others.trained.values(), *self.others.frozen.values()]
         self.others.make_room([self.trainer], keep_weights=self.parts().shares_weights)
-        self.others.make_room(others)
+        self.others.make_room([*self.others.trained.values(), *self.others.frozen.values()])
 
     @property
     def backends(self) -> "dict[str, FullTrainingBackend]":

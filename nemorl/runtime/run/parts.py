@@ -128,7 +128,6 @@ class Backends:
         return found and found / POLICY
 
     def policy(self, num_updates: int | None) -> TrainingBackend:
-        """Set up the policy's backend."""
         launch, config = self.launch, self.launch.config
         keep = keeps_reference(config)
         setup = replace(
@@ -155,41 +154,6 @@ class Backends:
         if model is not None:
             check_vocabulary(model, launch.tokenizer)
         return trainer
-
-    def check_new(
-        self,
-        name: str,
-        trains: bool,
-        optimizer: OptimizerConfig | None,
-        *,
-        begun: bool,
-        num_updates: int | None,
-    ) -> None:
-        """Refuse another backend that can't be made now."""
-        taken = [POLICY, *self.trained, *self.frozen]
-        require(
-            name.isidentifier() and name not in taken,
-            "name",
-            f"must be a Python name, and none of {', '.join(taken)}, which are taken",
-            name,
-            "choose another; the policy is run.trainer",
-        )
-        require(
-            not (trains and begun),
-            "run.backend",
-            "must be called before the first step for a backend that trains",
-            name,
-            "move it above the loop",
-        )
-        require(
-            trains or optimizer is None,
-            "optimizer",
-            "must be None for a backend that does not train",
-            optimizer,
-            "omit it, or trains=False",
-        )
-        if optimizer is not None:
-            require_length(optimizer.schedule, num_updates)
 
     def add(
         self,
@@ -221,7 +185,6 @@ class Backends:
         return backend
 
     def release(self, name: str) -> None:
-        """Shut down a backend that does not train."""
         require(
             name in self.frozen,
             "name",

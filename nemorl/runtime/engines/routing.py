@@ -310,17 +310,13 @@ def _noted(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
                 state = _with(state, replace(one, status="starting"))
             state, actions = replace(state, asleep=False), tuple(Start(one.process) for one in down)
         case Stopped(error):
-            return _stopped(state, error)
+            ends: list[Action] = [Reply(request.number, error) for request in state.waiting]
+            for one in state.replicas:
+                for number in one.open:
+                    ends += [Cancel(number), Reply(number, error)]
+            idle = tuple(replace(one, open={}, samples=0, partial=0) for one in state.replicas)
+            return replace(state, waiting=(), replicas=idle), tuple(ends)
     return state, actions
-
-
-def _stopped(state: Routing, error: Exception) -> tuple[Routing, tuple[Action, ...]]:
-    actions: list[Action] = [Reply(request.number, error) for request in state.waiting]
-    for one in state.replicas:
-        for number in one.open:
-            actions += [Cancel(number), Reply(number, error)]
-    idle = tuple(replace(one, open={}, samples=0, partial=0) for one in state.replicas)
-    return replace(state, waiting=(), replicas=idle), tuple(actions)
 
 
 def _broke(state: Routing, broken: Replica, error: Exception) -> tuple[Routing, tuple[Action, ...]]:

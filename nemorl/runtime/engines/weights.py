@@ -131,14 +131,6 @@ def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
     return frozenset().union(*(place.cards for place in places))
 
 
-def places_of_ranks() -> list[Place]:
-    """Return the places of all ranks in order; a collective call."""
-    places = [own_place()] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(places) > 1:
-        dist.all_gather_object(places, own_place())
-    return places
-
-
 def own_place() -> Place:
     """Return this process's place, with its current GPU."""
     import ray
@@ -423,8 +415,10 @@ class WeightSender:
         weights of another model.
         """
         self = replace(self, version=version, arrived={})
-        ranks, places = places_of_ranks(), list(self.places.values())
-        several = len(ranks) > 1
+        ranks = [own_place()] * (dist.get_world_size() if dist.is_initialized() else 1)
+        if several := len(ranks) > 1:
+            dist.all_gather_object(ranks, ranks[0])
+        places = list(self.places.values())
         transport = choose_transport(self.transport, ranks, places)
         sends = not several or dist.get_rank() == 0
         if sends and self.sealed:
@@ -438,12 +432,12 @@ class WeightSender:
         has_base = bool(adapters) and not first  # the engines have the base
         checked = checked_weights(itertools.chain(first, base), self.expected)
         checked = self._noted(checked, sent) if sends else checked
+        options = {}
+        if transport.name == "cuda_ipc" and several:
+            options["opened"] = bool(ranks[dist.get_rank()].cards & cards_of(places))
         try:
-            if transport.name == "cuda_ipc" and several:
-                opened = bool(ranks[dist.get_rank()].cards & cards_of(places))
-                self._send_on_gpus(checked, weights, transport, opened=opened)
-            elif transport.name in WAYS_OF_GPUS:
-                self._send_on_gpus(checked, weights, transport)
+            if transport.name in WAYS_OF_GPUS:
+                self._send_on_gpus(checked, weights, transport, **options)
             else:
                 self._send_buckets(None if has_base else checked, adapters, sent)
         except EnginesFailed as error:
@@ -593,11 +587,10 @@ def _without_adapters(
 
 
 def _packed(weights: Iterable[NamedTensor]) -> Bucket:
-    flat = [(name, tensor.shape, tensor.cpu().contiguous().view(-1)) for name, tensor in weights]
-    return [
-        (name, each.dtype, tuple(shape), each.view(torch.uint8).numpy())
-        for name, shape, each in flat
-    ]
+    def in_bytes(tensor: Tensor) -> Any:
+        return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+    return [(name, each.dtype, tuple(each.shape), in_bytes(each)) for name, each in weights]
 
 
 def unpacked(bucket: Bucket) -> Iterator[NamedTensor]:

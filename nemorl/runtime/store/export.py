@@ -57,12 +57,34 @@ def write_checkpoint(
         whole = "for a run that trained the whole model"
         require(lora == "merged", "lora", f"must be merged {whole}", lora, "omit it")
         require(base is None, "base_model", f"must be omitted {whole}", base, "omit it")
-        _copy_model(directory, saved, tokenizer)
+        checksums = checkpoint.verify(saved.parent, largest=checkpoint.SMALL)
+        files = saved_weights(saved)
+        if not files or not (saved / "config.json").exists():
+            raise ValueError(
+                f"the checkpoint must hold config.json and safetensors of weights, but {saved} does"
+                " not: export it with its training backend"
+            )
+        stored = TensorFiles(files, {file.name: checksums[file] for file in files})
+        with replacing(directory) as aside:
+            write_model_files(aside, ((name, stored.read(name)) for name in sorted(stored.shapes)))
+            for file in saved.glob("*config.json"):
+                shutil.copy(file, aside)
+            tokenizer.save_pretrained(aside)
+            _set_padding(aside, tokenizer)
         return
     checkpoint.verify(saved.parent)
     base = base or base_of(saved)
     if lora == "merged":
-        _write_merged(directory, saved, tokenizer, base, trust_remote_code)
+        must = "must name the model that the adapters belong to"
+        remedy = "the run was given its model in memory: name where it came from (--base-model)"
+        require(bool(base), "base_model", must, base, remedy)
+        try:
+            model = load_causal_lm(str(base), trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"base_model {must}, but {error}: name it (--base-model)") from error
+        Saved(saved, ALONE).require_base(fingerprint(model))
+        model = merge_folder(model, saved)
+        write_pretrained(directory, merged_tensors(model), model, tokenizer)
         return
     with replacing(directory) as aside:
         shutil.copy(saved / WEIGHTS, aside)
@@ -70,43 +92,6 @@ def write_checkpoint(
         values["base_model_name_or_path"] = base
         (aside / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
         tokenizer.save_pretrained(aside)
-
-
-def _write_merged(
-    directory: Path, saved: Path, tokenizer: Any, base: str | None, trust_remote_code: bool
-) -> None:
-    must = "must name the model that the adapters belong to"
-    require(
-        bool(base),
-        "base_model",
-        must,
-        base,
-        "the run was given its model in memory: name where it came from (--base-model)",
-    )
-    try:
-        model = load_causal_lm(str(base), trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        raise ValueError(f"base_model {must}, but {error}: name it (--base-model)") from error
-    Saved(saved, ALONE).require_base(fingerprint(model))
-    model = merge_folder(model, saved)
-    write_pretrained(directory, merged_tensors(model), model, tokenizer)
-
-
-def _copy_model(directory: Path, saved: Path, tokenizer: Any) -> None:
-    checksums = checkpoint.verify(saved.parent, largest=checkpoint.SMALL)
-    files = saved_weights(saved)
-    if not files or not (saved / "config.json").exists():
-        raise ValueError(
-            f"the checkpoint must hold config.json and safetensors of weights, but {saved} does"
-            " not: export it with its training backend"
-        )
-    stored = TensorFiles(files, {file.name: checksums[file] for file in files})
-    with replacing(directory) as aside:
-        write_model_files(aside, ((name, stored.read(name)) for name in sorted(stored.shapes)))
-        for file in saved.glob("*config.json"):
-            shutil.copy(file, aside)
-        tokenizer.save_pretrained(aside)
-        _set_padding(aside, tokenizer)
 
 
 def _set_padding(folder: Path, tokenizer: Any) -> None:

@@ -346,12 +346,12 @@ def read_lines(
 
 def cut_lines(
     path: Path, step: int, what: str, needed: Mapping[str, Callable[[Any], bool]] = STEP
-) -> set[int]:
-    """Remove lines of steps after `step` from a file; return the steps that are left."""
+) -> bool:
+    """Remove lines of steps after `step` from a file; return whether others are left."""
     kept = [found for found in lines_of(path, needed) if found[1]["step"] <= step]
     if path.exists():
         write_atomically(path, "".join(f"{line}\n" for line, _ in kept), what)
-    return {record["step"] for _, record in kept}
+    return bool(kept)
 
 
 def lines_of(

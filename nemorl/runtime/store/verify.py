@@ -59,16 +59,15 @@ def _recorded(
         return Receipt(name, False, failures[0])
     if not values:
         return Receipt(name, None, "not recorded")
-    whole = {line["step"] for line in lines if metric in line or not _must_have(name, line)}
-    if lacking := sorted({*range(1, last + 1)} - whole):
-        return Receipt(name, False, f"not recorded in step {lacking[0]}, but in others")
+    lacking = {*range(1, last + 1)}
+    for line in lines:
+        older = name in ("support", "mismatch") and line.get("staleness/max", 0) > 0
+        if metric in line or older or line.get("num_updates", 0) <= 0:
+            lacking.discard(line["step"])
+    if lacking:
+        return Receipt(name, False, f"not recorded in step {min(lacking)}, but in others")
     found = f"{text.format(choose(values))}, in {len(values)} steps"
     return Receipt(name, unproved is not None or None, found)
-
-
-def _must_have(name: str, line: Mapping[str, Any]) -> bool:
-    older = name in ("support", "mismatch") and line.get("staleness/max", 0) > 0
-    return line.get("num_updates", 0) > 0 and not older
 
 
 def _prompts(

@@ -31,7 +31,7 @@ from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.rollout.environments import Environment, check_limits, make_environment
 from nemorl.rollout.environments.classes import Workers
-from nemorl.runtime.config.base import BaseConfig, RunConfig
+from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.tree import defaults, dump_yaml, flat, merge, to_dict
 from nemorl.runtime.config.yaml_io import read, without_secrets
 from nemorl.runtime.ranks import is_follower
@@ -371,24 +371,19 @@ def _require_same_rows(
 
 def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> RunDirectory:
     """Make the folder of a run, or find it to resume. Raises ValueError for another run's."""
-    restarted = restarted or _begins_anew(RunDirectory(Path(str(config.run.dir))), config.run)
+    run, found = config.run, RunDirectory(Path(str(config.run.dir)))
+    unsaved = found.holds_results() and not found.has_checkpoint()
+    if run.resume == "auto" and unsaved and not restarted:
+        record, metrics = RunRecord.read(found), found.read_metrics()
+        last = metrics[-1]["step"] if metrics else 0
+        if record is not None and record.status != "finished" and last <= run.save_period:
+            warn(
+                f"the run in {found.path} ended before its first checkpoint: it begins again, anew"
+            )
+            restarted = True
     directory = RunDirectory.create(
-        str(config.run.dir),
-        dump_yaml(kept(config)),
-        resume=config.run.resume,
-        restarted=restarted,
+        found.path, dump_yaml(kept(config)), resume=run.resume, restarted=restarted
     )
     if directory.holds_results():
         check_algorithm(directory, algorithm)
     return directory
-
-
-def _begins_anew(directory: RunDirectory, run: RunConfig) -> bool:
-    if run.resume != "auto" or directory.has_checkpoint() or not directory.holds_results():
-        return False
-    record, metrics = RunRecord.read(directory), directory.read_metrics()
-    last = metrics[-1]["step"] if metrics else 0
-    if record is None or record.status == "finished" or last > run.save_period:
-        return False
-    warn(f"the run in {directory.path} ended before its first checkpoint: it begins again, anew")
-    return True

@@ -2,8 +2,6 @@
 sends them, and `check_agreement` proves that they have arrived.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The ranks that train, as a `GenerationBackend` that computes with their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count

@@ -4,8 +4,6 @@ Rank 0 of torchrun runs the loop, the others obey it. An error ends its process;
 the others, and may start all again.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import signal

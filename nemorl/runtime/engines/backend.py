@@ -332,8 +332,7 @@ def _sampled(config: PretrainedConfig) -> float:
         try:
             backend.setup(settings)
             worst = sampled_differ(backend, first, rows)
-            update = Weights(version=1, tensors=merged_tensors(second))
-            blocking(backend.update_weights(update))
+            blocking(backend.update_weights(Weights(version=1, tensors=merged_tensors(second))))
             return max(worst, sampled_differ(backend, second, rows))
         finally:
             backend.shutdown()

@@ -1,7 +1,5 @@
 """One vLLM engine, requests in and samples out, and the Ray actor in whose thread it is."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools
@@ -159,13 +157,12 @@ class VLLMEngine:
         self._requests[id] = [_Tokens() for _ in range(params.n)]
         if isinstance(params, Scoring):
             # The last token is a target alone: there may be no position for one behind it.
-            targets = torch.tensor(prompt[1:] or prompt)
             own = EngineParams(
                 temperature=0.0,
                 max_tokens=1,
                 detokenize=False,
                 prompt_logprobs=0,
-                extra_args={"scoring": params, "targets": targets},
+                extra_args={"scoring": params, "targets": torch.tensor(prompt[1:] or prompt)},
                 **common,
             )
             name = self._add(f"{id}/0", prompt[:-1] or prompt, own)

@@ -2,8 +2,6 @@
 engines' processes only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,8 +79,7 @@ class ExpertRecorder:
         self._seen[layer] = experts.short()
 
     def _keep(self, scheduled: Any) -> None:
-        layers = [self._seen[layer] for layer in sorted(self._seen)]
-        rows = torch.stack(layers, 1).cpu().numpy()
+        rows = torch.stack([self._seen[layer] for layer in sorted(self._seen)], 1).cpu().numpy()
         batch, begin = self._runner.input_batch, 0
         for id, first in zip(batch.req_ids, batch.num_computed_tokens_cpu, strict=False):
             record = self._records.setdefault(id, [])

@@ -2,8 +2,6 @@
 (`Replicas`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import threading
@@ -460,8 +458,7 @@ class Replicas:
 
     async def answers(self, requests: Sequence[Request]) -> list[tuple[Any, ...]]:
         """Return each prompt's samples, or its one `Scored`. Called on any event loop."""
-        answers = self._answers(requests)
-        future = asyncio.run_coroutine_threadsafe(answers, self._router.loop)
+        future = asyncio.run_coroutine_threadsafe(self._answers(requests), self._router.loop)
         return await asyncio.wrap_future(future)
 
     async def _begin(self) -> None:

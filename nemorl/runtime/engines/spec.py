@@ -127,8 +127,8 @@ class Answer:
 
 def vocabulary_hash(tokenizer: Any) -> str:
     """Hash a vocabulary: equal for tokenizers that give every token the same number."""
-    tokens = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+    tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(tokens.encode()).hexdigest()
 
 
 def check_arguments(engine: Mapping[str, Any]) -> None:
@@ -148,9 +148,9 @@ def engine_spec(
     records_experts: bool = False,
 ) -> EngineSpec:
     """Return the engine for a model, whose weights are not read."""
-    # At level 2 the base, which is sent once, would be lost.
-    level = 1 if config.adapter_rank else 2
-    default_level = level if on_gpus and config.colocated else 0
+    level = config.sleep_level
+    if level is None:  # at 2 the base of adapters, which is sent once, would be lost
+        level = (1 if config.adapter_rank else 2) if on_gpus and config.colocated else 0
     positions = max_positions(model.config)
     lengths = [length for length in (config.max_model_len, positions) if length is not None]
     if len(lengths) == 2 and lengths[0] > lengths[1]:
@@ -158,17 +158,16 @@ def engine_spec(
             f"generation.max_model_len is lowered from {lengths[0]} to {positions}, the positions"
             " that the model has"
         )
-    outline = model.outline
     return EngineSpec(
-        files=_files(outline, tokenizer),
+        files=_files(model.outline, tokenizer),
         vocabulary=None if tokenizer is None else vocabulary_hash(tokenizer),
         dtype=precision,
         max_num_seqs=config.max_batch_size,
         max_model_len=min(lengths) if lengths else None,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
-        sleep_level=default_level if config.sleep_level is None else config.sleep_level,
-        trust_remote_code=any(map(has_own_code, (outline, model.config, tokenizer))),
+        sleep_level=level,
+        trust_remote_code=any(map(has_own_code, (model.outline, model.config, tokenizer))),
         engine=dict(config.engine),
         on_gpus=on_gpus,
         adapter_rank=config.adapter_rank,

@@ -1,7 +1,5 @@
 """Ranks as Ray actors, on one machine or many."""
 
-from __future__ import annotations
-
 import faulthandler
 import math
 import os
@@ -156,8 +154,7 @@ class RayRanks:
                 f"ranks must agree on the optimizer step, but after {phase} they are at {steps}:"
                 " resume the run"
             )
-        causes = [rank for rank, error in errors.items() if not is_consequence(error)]
-        cause = [*causes, *errors][0]
+        cause = min(errors, key=lambda rank: is_consequence(errors[rank]))
         if alike and RanksLost.__name__ not in {error["kind"] for error in errors.values()}:
             return answers[cause]
         alone = "" if len(errors) == self.size else ", but not by the other ranks"

@@ -31,8 +31,7 @@ def write_pretrained(
     with replacing(directory) as aside:
         write_model_files(aside, weights)
         copy_code(aside, model)
-        parts: list[Any] = [model.config, getattr(model, "generation_config", None), tokenizer]
-        for part in parts:
+        for part in (model.config, getattr(model, "generation_config", None), tokenizer):
             if part is not None:
                 part.save_pretrained(aside)
         _set_padding(aside, tokenizer)

@@ -213,8 +213,8 @@ def _class_of(kind: type) -> type:
             start = self._process.worker.actor.call.remote
             return await self._process.answer(partial(start, name, *args, **named))
 
-        said = plain.replace(parameters=[*own, *plain.parameters.values()])
-        vars(call)["__signature__"] = said
+        parameters = [*own, *plain.parameters.values()]
+        vars(call)["__signature__"] = plain.replace(parameters=parameters)
         return call
 
     def attribute(self: Any, name: str) -> Any:

@@ -83,10 +83,10 @@ def read_rows(
     else:
         splits = [data.split for _ in parts]
         if which == "validation":
-            usual = ["validation" if has_splits(part) else "train" for part in parts]
             splits = [
-                data.validation_split or (known.validation if known else split)
-                for known, split in zip(map(known_set, parts), usual, strict=True)
+                data.validation_split
+                or (known.validation if known else "validation" if has_splits(part) else "train")
+                for part, known in zip(parts, map(known_set, parts), strict=True)
             ]
         rows = load_rows(source, split=splits, **data.reading())
     return for_rows(rows, lambda row: row.but(environment=names[row.source])) if names else rows

@@ -97,12 +97,10 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
 
 
 @contextmanager
-def opened(
-    launch: Launch, *, generates: bool | None = None, num_updates: int | None = None
-) -> Iterator[Run[Any]]:
-    """Open a launched run for the block."""
+def opened(launch: Launch, **options: Any) -> Iterator[Run[Any]]:
+    """Open a launched run for the block. options: as of `open_run`."""
     with ExitStack() as stack:
-        run = Run[Any](launch, stack, generates=generates, num_updates=num_updates)
+        run = Run[Any](launch, stack, **options)
         try:
             yield run
             if run.loop is not None:

@@ -15,7 +15,7 @@ from nemorl.data.packing import segments_apart
 from nemorl.data.rows import Row
 from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
-from nemorl.losses.types import Metric, finalize, in_main_memory, merge
+from nemorl.losses.types import Metric, in_main_memory, merge
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.admission import LoopState
@@ -216,8 +216,7 @@ class Run(Generic[Config]):
             count, data = self.config.run.samples_per_step, self.config.data
             names = self.train_sets if data.held_out else set_names(data.validation)
             try:
-                outcomes = outcomes_of(found, names)
-                self.launch.directory.append_outcomes(self.state.step, outcomes)
+                self.launch.directory.append_outcomes(self.state.step, outcomes_of(found, names))
             except NotWritten as error:
                 warn(f"the run continues without this record: {error}")
             return measured(found) | by_set(found, names), _shown(found, count)
@@ -445,8 +444,8 @@ class Step:
         ours = {id(each) for each in self._learned if isinstance(each, Metric)}
         metrics = {name: each for name, each in metrics.items() if id(each) not in ours}
         if isinstance(samples, Rollouts):
-            sets = by_set(samples, self.run.train_sets)
-            self.log({**compared(samples, self.run.config), **sets})
+            found = compared(samples, self.run.config)
+            self.log({**found, **by_set(samples, self.run.train_sets)})
             samples = _shown(samples, self.run.config.run.samples_per_step)
         for name, value in metrics.items():
             before = self._logged.get(name)
@@ -471,8 +470,7 @@ class Step:
             yield
         finally:
             self._timed.remove(part)
-            took = time.perf_counter() - start
-            self._seconds[part] = self._seconds.get(part, 0.0) + took
+            self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
 
     @property
     def trained(self) -> int:
@@ -504,10 +502,10 @@ class Step:
             if any(name.endswith("/restarts") for name in measured):  # of engines' processes
                 updates = float(self.run.generation.updates - self._synced)
                 self.log({"generation/weights/updates": updates})
-        logged = self._logged.items()
-        last = finalize({name: value for name, value in logged if isinstance(value, Metric)})
-        numbers = {**self._logged, **last}  # in the order in which they were logged
-        found = {name: float(value) for name, value in numbers.items()}  # type: ignore[arg-type]
+        found = {
+            name: each.finalize() if isinstance(each, Metric) else float(each)
+            for name, each in self._logged.items()
+        }
         seconds = time.perf_counter() - self._begin
         found |= self._ages.metrics()
         parts = {f"seconds_{name}": took for name, took in self._seconds.items()}
@@ -631,8 +629,7 @@ class Steps(Iterator[Step]):
     def _epoch(self) -> int:
         state = self.run.state
         open_ones = sum(group.stream == "train" for group in state.open_groups)
-        done = state.cursors.get("train", 0) - open_ones
-        return done // self.run.num_rows.get("train", 1)
+        return (state.cursors.get("train", 0) - open_ones) // self.run.num_rows.get("train", 1)
 
     def _validation(self) -> Samples:
         assert self.validate is not None

@@ -370,8 +370,9 @@ def live_parts(
             show(generator.transport, quiet=launch.quiet)
         length = min(8, config.data.max_total_sequence_length // 2)
         prompt = [token % vocab_size for token in range(length)]
-        precision = config.parallel.precision
-        check_agreement(trainer, generator, prompt, precision=precision, num_tokens=length)
+        check_agreement(
+            trainer, generator, prompt, precision=config.parallel.precision, num_tokens=length
+        )
     return Parts(
         trainer=trainer,
         generator=generator,
@@ -565,7 +566,7 @@ def engine_source(devices: Devices, engine: GenerationTraits, model: Any) -> Mod
 def resumed(launch: Launch, trainer: TrainingBackend) -> tuple[LoopState, Path | None]:
     """Load the last whole checkpoint of a resumed run, and return its state and folder."""
     config, directory = launch.config, launch.directory
-    state, path, last = LoopState(config.run.seed), None, -1
+    state, path = LoopState(config.run.seed), None
     if config.run.resume:
         found = checkpoint.load_latest(directory.path, config, trainer)
         if found is None:
@@ -573,9 +574,9 @@ def resumed(launch: Launch, trainer: TrainingBackend) -> tuple[LoopState, Path |
                 f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put"
                 " one back, or start again in another folder (--run.dir)"
             )
-        (path, state), last = found, found[1].step
+        path, state = found
         for change in changes(directory.config, config):
             warn(f"the run continues with changed settings: {change}")
     directory.write_config(dump_yaml(kept(config)))
-    directory.truncate(last)
+    directory.truncate(-1 if path is None else state.step)
     return replace(state, data=launch.data), path

@@ -39,8 +39,7 @@ def ppo(run: Run[PPOConfig]) -> None:
         rollouts, version = step.sample(prompts, count=count, n=size), run.trainer.step
         with step.timed("train"):
             updates = list(responses.minibatches(len(rollouts), config, seed=step.seed))
-            several = len(updates) > 1
-            batch = responses.with_logprobs(run, rollouts.to_batch(), several=several)
+            batch = responses.with_logprobs(run, rollouts.to_batch(), several=len(updates) > 1)
             values = responses.by_segment(
                 lambda part: critic.compute(part, Needs(values=True)).values, batch
             )

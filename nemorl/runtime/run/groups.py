@@ -231,9 +231,8 @@ class Generation:
         name = new.prompts.rows.name
         for old in self.streams:
             if old.prompts.rows.name == name:
-                same = (old.environment, old.n, old.params) == (new.environment, new.n, new.params)
                 require(
-                    same,
+                    (old.environment, old.n, old.params) == (new.environment, new.n, new.params),
                     f"step.sample of {name!r}",
                     "must have the same environment, n and params in each step, if sampled ahead",
                     f"n={new.n}",

@@ -218,10 +218,9 @@ def generation_config(
 
 def changes(path: str | Path, config: BaseConfig) -> list[str]:
     """Return which settings that change numbers differ from those in a file."""
-    tree = merge(defaults(type(config)), read(path)[0])
     before, now = (
         flat(without_secrets(json.loads(json.dumps(each, default=str))))
-        for each in (tree, to_dict(config))
+        for each in (merge(defaults(type(config)), read(path)[0]), to_dict(config))
     )
     free = (
         *("run.", "runtime.", "profile.", "environment.", "max_num_steps", "num_epochs"),

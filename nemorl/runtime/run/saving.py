@@ -300,11 +300,11 @@ def loop_callbacks(
     config, directory, quiet = launch.config, launch.directory, launch.quiet
     launch.log.total_steps = total_steps
     given = has_method(config, "weights")  # else those of a Hugging Face model are its parameters
-    models: dict[str, Any] = {n: getattr(each, "model", None) for n, each in backends.items()}
     exported = {
         name: model
-        for name, model in models.items()
-        if hasattr(model, "save_pretrained") or (given and model is not None)
+        for name, each in backends.items()
+        if (model := getattr(each, "model", None)) is not None
+        and (given or hasattr(model, "save_pretrained"))
     }
     logged = LoggedRun(
         directory=directory,

@@ -203,8 +203,7 @@ def waiting_for_ranks(
 ) -> AbstractContextManager[None]:
     """Show the wait for a trainer on ranks in the block."""
     axes = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep")
-    degrees = {name: getattr(plan, name) or 1 for name in axes}
-    spread = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    spread = ", ".join(f"{name} {size}" for name in axes if (size := getattr(plan, name) or 1) > 1)
     devices = f"{plan.num_ranks} device{'s' * (plan.num_ranks > 1)}"
     how = f"{spread or 'one rank'}; {plan.precision}"
     return waiting(f"training on {devices} ({how}), {who}", quiet=quiet)

@@ -315,11 +315,9 @@ def launched(
                 config.model.chat_template,
                 config.model.chat_template_kwargs,
             )
-            warn_of_strings(
-                [] if isinstance(environment, Agent) else [*known, *held_out], tokenizer
-            )
-            # An engine may compute here while ranks train.
-            fixed = devices.ranked and config.trainer.deterministic
+            asked = () if isinstance(environment, Agent) else (*known, *held_out)
+            warn_of_strings(asked, tokenizer)
+            fixed = devices.ranked and config.trainer.deterministic  # an engine may compute here
             with closing(callbacks), deterministic_kernels if fixed else nullcontext():
                 yield Launch(
                     config=config,

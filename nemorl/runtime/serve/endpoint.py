@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 import resource
 import secrets
 import socket
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import uvicorn
@@ -131,7 +133,7 @@ class Endpoint:
         self.traffic, self._sessions = Traffic(), dict[str, Session]()
         self._waiting = Waiting[asyncio.Task[list[Sampled]]]()
         """Clients of each answer: retries wait for the same."""
-        self._log = open(self.audit, "a", buffering=1) if self.audit else None  # noqa: PTH123, SIM115
+        self._log = Path(self.audit or os.devnull).open("a", buffering=1)  # noqa: SIM115
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -191,8 +193,7 @@ class Endpoint:
         self._server.should_exit = True
         self._ended.result()
         self._loop.close()
-        if self._log:
-            self._log.close()
+        self._log.close()
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
@@ -228,15 +229,14 @@ class Endpoint:
         finally:
             self.traffic.open.dec()
             seconds, status = time.monotonic() - began, response.status_code
-            self.traffic.requests.labels(request.scope["route"].path, str(status)).inc()
+            path = request.scope["route"].path
+            self.traffic.requests.labels(path, str(status)).inc()
             self.traffic.seconds.observe(seconds)
             for kind in ("prompt", "completion"):
                 self.traffic.tokens.labels(kind).inc(note[f"{kind}_tokens"])
-            if self._log:
-                at, path = datetime.now(UTC).isoformat(), request.scope["route"].path
-                what = {"path": path, "status": status, "seconds": round(seconds, 4)}
-                client = request.client and request.client.host
-                self._log.write(json.dumps({"time": at, "client": client, **what, **note}) + "\n")
+            at, client = datetime.now(UTC).isoformat(), request.client and request.client.host
+            what = {"path": path, "status": status, "seconds": round(seconds, 4)}
+            self._log.write(json.dumps({"time": at, "client": client, **what, **note}) + "\n")
         return response
 
     def _session(self, request: Request, role: Role) -> Session | None:

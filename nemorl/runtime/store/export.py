@@ -31,7 +31,8 @@ def write_pretrained(
     with replacing(directory) as aside:
         write_model_files(aside, weights)
         copy_code(aside, model)
-        for part in (model.config, getattr(model, "generation_config", None), tokenizer):
+        parts: Any = (model.config, getattr(model, "generation_config", None), tokenizer)
+        for part in parts:
             if part is not None:
                 part.save_pretrained(aside)
         _set_padding(aside, tokenizer)

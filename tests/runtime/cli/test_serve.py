@@ -42,7 +42,7 @@ def test_a_model_is_served_until_a_signal(tmp_path, by):
 
 @pytest.mark.slow
 def test_an_agent_is_evaluated_as_its_prompts_are(tmp_path, monkeypatch):
-    """Greedy answers through the endpoint are those of the engine."""
+    """The endpoint's answers are those of the engine to the same prompts and seed."""
     write_example_files(tmp_path)
     monkeypatch.chdir(tmp_path)
 
@@ -52,7 +52,7 @@ def test_an_agent_is_evaluated_as_its_prompts_are(tmp_path, monkeypatch):
             said = client.chat.completions.create(**asked).choices[0].message.content
         return float(said.strip() == row["answer"])
 
-    options = {"max_new_tokens": 6, "chat": True, "max_rows": 10}
+    options = {"max_new_tokens": 6, "chat": True, "max_rows": 10, "temperature": 1.0}
     plain = nemorl.evaluate("model", "questions.jsonl", "exact_match", **options)
     options |= {"environment_factory": run}
     agents = nemorl.evaluate("model", "questions.jsonl", **options)

@@ -449,7 +449,7 @@ async def call_limited(
     """
     given = partial(function, *args, **named)
     async with call.limited():
-        if inspect.iscoroutinefunction(function):
+        if is_async(function):
             call.part()
             return await given()
         async with free:

@@ -6,6 +6,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -81,7 +82,11 @@ class Agent:
             session = Session(
                 policy, tokenizer, longest=limits.max_tokens, max_turns=limits.max_turns
             )
-            with endpoint().open(session) as (url, key):
+            command = isinstance(self.run, CommandAgent)
+            async with (
+                cohort.free if command else nullcontext(),
+                endpoint().open(session) as (url, key),
+            ):
                 try:
                     found = await call_limited(
                         policy.call, cohort.free, self.run, row, base_url=url, api_key=key

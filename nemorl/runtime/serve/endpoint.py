@@ -9,9 +9,9 @@ import secrets
 import socket
 import time
 from collections import Counter as Waiting
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -133,6 +133,7 @@ class Endpoint:
         self.traffic, self._sessions = Traffic(), dict[str, Session]()
         self._waiting = Waiting[asyncio.Task[list[Sampled]]]()
         """Clients of each answer: retries wait for the same."""
+        self._busy = Waiting[Session]()
         self._log = Path(self.audit or os.devnull).open("a", buffering=1)  # noqa: SIM115
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.socket(family)
@@ -177,8 +178,8 @@ class Endpoint:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http{'s' * bool(self.tls[0])}://{host}:{self.port}"
 
-    @contextmanager
-    def open(self, session: Session) -> Iterator[tuple[str, str]]:
+    @asynccontextmanager
+    async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
         """Give the base URL and the key of a session, which end with the block."""
         key = secrets.token_urlsafe(24)
         self._sessions[key] = session
@@ -187,6 +188,13 @@ class Endpoint:
         finally:
             del self._sessions[key]
             session.close()
+            idle = asyncio.run_coroutine_threadsafe(self._idle(session), self._loop.loop)
+            await asyncio.wrap_future(idle)  # what nobody has seen is taken back
+
+    async def _idle(self, session: Session) -> None:
+        while self._busy[session]:
+            await asyncio.sleep(0.001)
+        del self._busy[session]
 
     def close(self) -> None:
         """Take no more requests, wait for the open ones, END_S at most, and end."""
@@ -222,7 +230,7 @@ class Endpoint:
         except ClientDisconnect:
             pass
         except asyncio.CancelledError:
-            response = JSONResponse(dialect.failure(Refused("the server ends", status=503)), 503)
+            response = JSONResponse(dialect.failure(Refused("it has ended", status=503)), 503)
         except Exception as error:
             ended = Refused(f"the policy could not answer: {error!r}", status=500)
             response = JSONResponse(dialect.failure(ended), 500)
@@ -260,7 +268,8 @@ class Endpoint:
         body, ask = _asked(dialect, session, raw)
         answers = await self._answers(session, ask, request, raw)
         found = dialect.reply(body, ask, answers)
-        session.keep(found.get("id"), ask, answers[0])
+        if dialect is RESPONSES:
+            session.keep(found["id"], ask, answers[0])
         note = request.state.note
         note["prompt_tokens"] = answers[0].prompt_tokens
         note["completion_tokens"] = sum(each.tokens for each in answers)
@@ -281,6 +290,7 @@ class Endpoint:
             task = asyncio.create_task(session.submit(partial(session.answer, ask)))
             session.ask(key, task)
         self._waiting[task] += 1
+        self._busy[session] += 1
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -288,6 +298,7 @@ class Endpoint:
                 return task.result()
             raise ClientDisconnect
         finally:
+            self._busy[session] -= 1
             self._waiting[task] -= 1
             if not self._waiting[task]:
                 del self._waiting[task]

@@ -106,8 +106,11 @@ class Session:
 
     async def answer(self, ask: Ask) -> list[Sampled]:
         """Return `ask.n` answers. Raises: Refused."""
-        prompt, asked = self._prompt(ask)
-        change = self._change(ask)
+        (prompt, asked), change = self._prompt(ask), self._change(ask)
+        tokens, size = (*prompt, *ask.stop_token_ids), len(self._context.tokenizer)
+        # An engine that refuses a prompt would end all conversations.
+        fits = len(prompt) > 0 and min(tokens) >= 0 and max(tokens) < size
+        demand(fits, "the prompt", f"must be token ids below {size}", "use this model's tokenizer")
         self._turns += ask.n
         if self.max_turns is not None and self._turns > self.max_turns:
             self.cut = True
@@ -197,7 +200,6 @@ class Session:
     def _answer(
         self, prompt: Sequence[int], asked: Any, completion: Completion, stops: Sequence[str]
     ) -> Sampled:
-        tokenizer = self._context.tokenizer or completion.tokenizer
         message: Message = {"role": "assistant", "content": completion.text}
         if asked is not None:
             stops = (*self.policy.params.stop_strings, *stops)
@@ -211,7 +213,7 @@ class Session:
             stop_string=message.get("stop_string"),
             prompt_tokens=len(prompt),
             completion=completion,
-            tokenizer=tokenizer,
+            tokenizer=self._context.tokenizer,
         )
         self._said |= dict.fromkeys(_keys(answer.message), message)
         _trim(self._said, 2 * self._most)

@@ -268,3 +268,37 @@ def test_settings_name_agents(tmp_path, monkeypatch):
         config(agent="python x.py", environment="calculator")
     with pytest.raises(ValueError, match="agent must be a function run"):
         agent(len)
+
+
+class Strict(Scripted):
+    """Refuses tokens that it does not have, which ends all conversations."""
+
+    async def sample(self, prompt, params):
+        assert prompt and max(prompt) < len(self.tokenizer)
+        return await super().sample(prompt, params)
+
+
+def test_token_ids_are_taken_as_they_are_and_checked():
+    ids = TOKENIZER("<|im_start|>user\nab<|im_end|>")["input_ids"]
+
+    async def run(row, base_url, api_key):
+        async with httpx.AsyncClient(base_url=base_url.removesuffix("/v1")) as client:
+
+            async def ask(ids, **params):
+                body = {"model": "policy", "token_ids": ids, "sampling_params": params}
+                return await client.post("/inference/v1/generate", json=body)
+
+            for wrong in ([], [-1], [len(TOKENIZER)], ["a"]):
+                assert (await ask(wrong)).status_code == 400
+            assert (await ask(ids, stop_token_ids=[10**9])).status_code == 400
+            found = await ask(ids, logprobs=1, skip_special_tokens=False, temperature=1.0)
+            (choice,) = found.json()["choices"]
+            again = await ask([*ids, *choice["token_ids"], *ids])
+            places = [each["token"] for each in choice["logprobs"]["content"]]
+            assert places == [f"token_id:{token}" for token in choice["token_ids"]]
+            return float(again.status_code == 200)
+
+    (conversation,) = of_agent(run, engine=Strict(answering)).conversations
+    assert conversation.outcome == Outcome(reward=1.0)
+    (segment,) = segments_of(conversation.turns)
+    assert segment.turns[0].prompt == tuple(ids)

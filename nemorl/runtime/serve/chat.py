@@ -59,7 +59,7 @@ def read(body: ChatBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
         tools=tools_in(body),
         n=1 if body.n is None else body.n,
         stop=stops(body.stop),
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.max_tokens if (m := body.max_completion_tokens) is None else m,
         sampling=body.given(),
     )
 

@@ -61,6 +61,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.app_state = {"transport": transport}
         self._seen: Any = None
         self._loop = asyncio.get_running_loop()
         self._watch = self._loop.call_later(SILENT_S, self._look)
@@ -136,7 +137,7 @@ class Endpoint:
         self._busy = Waiting[Session]()
         self._log = Path(self.audit or os.devnull).open("a", buffering=1)  # noqa: SIM115
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.socket(family)
+        listener = socket.socket(family, proto=socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self.host, self.port))
@@ -291,10 +292,11 @@ class Endpoint:
             session.ask(key, task)
         self._waiting[task] += 1
         self._busy[session] += 1
-        gone = asyncio.create_task(_gone(request))
+        gone, lost = asyncio.create_task(_gone(request)), True
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not gone.done():
+            lost = gone.done() or request.state.transport.is_closing()
+            if not lost:
                 return task.result()
             raise ClientDisconnect
         finally:
@@ -302,7 +304,7 @@ class Endpoint:
             self._waiting[task] -= 1
             if not self._waiting[task]:
                 del self._waiting[task]
-                if gone.done():
+                if lost:
                     session.abandon(key, task)
             gone.cancel()
 

@@ -35,6 +35,8 @@ class RolloutConfig:
     at OPENAI_BASE_URL or ANTHROPIC_BASE_URL, with the row as JSON on its standard input and its
     reward in the last line that it prints (docs/agents.md).
     """
+    sandbox: bool = False
+    """agent runs in bubblewrap: it reads the working folder, and reaches only the policy."""
     max_turns: int | None = None
     """Responses after which a conversation ends. Default: the environment's own, or 16."""
     timeout_s: float = 60.0
@@ -57,6 +59,8 @@ class RolloutConfig:
             "must be left out beside an environment",
         )
         require(alone, "rollout.agent", must, self.agent, "remove one of them")
+        fits = bool(self.agent) or not self.sandbox
+        require(fits, "rollout.sandbox", "is for rollout.agent", True, "name a command")
         at_least(0, rollout__workers=self.workers)
         fits, must = bool(self.workers) or not self.worker, "is for rollout.workers"
         require(fits, "rollout.worker", must, self.worker, "say how many")

@@ -1,4 +1,4 @@
-"""Python that models wrote: parsed by any number of threads, and run in bubblewrap."""
+"""Python that models wrote: parsed by any number of threads, and run in bubblewrap; agents, too."""
 
 import ast
 import functools
@@ -10,39 +10,58 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
-from nemorl.checks import at_least
+from nemorl.checks import at_least, require
 
 SYSTEM = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"
 DEVICES = "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
+HOME = "/run/nemorl"
 FILES, DESCRIPTORS = 1024, 64
 PLACES = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+AGENT_ENVIRONMENT = ENVIRONMENT | {"PATH": PLACES, "HOME": HOME, "TMPDIR": HOME, "USER": "agent"}
 NUMBERS = itertools.count(os.getpid())
 ELSEWHERE = "judge them by an async reward that calls a sandbox behind a URL (docs/rewards.md)"
+AGENT_SIZES = {"CPU": 3600, "DATA": 4 << 30, "FSIZE": 1 << 28, "NOFILE": 1024, "NPROC": 256}
+"""Without AS, of which JavaScript reserves much."""
+AGENT_PLACES = [
+    *("--dir", "/dev/shm", "--proc", "/proc", "--dir", "/tmp"),
+    *("--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "fd/0", "/dev/stdin"),
+    *("--symlink", "fd/1", "/dev/stdout", "--symlink", "fd/2", "/dev/stderr"),
+]
 LAUNCH = """
 import ctypes, os, resource, sys
-limits, folder, tmpfs, uid = eval(sys.argv[1])
+limits, folder, tmpfs, uid, gate = eval(sys.argv[1])
 for name, pair in limits.items():
     kind = getattr(resource, f"RLIMIT_{name}")
     most = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, pair if most < 0 else tuple(min(most, each) for each in pair))
 libc = ctypes.CDLL(None, use_errno=True)
-if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 6, tmpfs.encode()):
+if libc.mount(b"tmpfs", folder, b"tmpfs", 6, tmpfs):
     raise OSError(ctypes.get_errno(), "can't mount a folder in memory")
+if gate:
+    os.fchmod(1, 0o666), os.fchmod(2, 0o666)
+    for place in (b"/tmp", b"/dev/shm"):
+        os.listdir(place) or libc.mount(folder, place, None, 4096, None)
 os.chdir(folder)
 if uid:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 libc.prctl(47, 4, 0, 0, 0)  # capabilities end with `execv`
-os.write(2, b"\\0")  # all is shut
+if gate:
+    import socket
+    listener = socket.create_server(("127.0.0.1", gate[1]))
+    with socket.socket(fileno=gate[0]) as ours:
+        socket.send_fds(ours, [b"1"], [listener.fileno()])
+else:
+    os.write(2, b"\\0")  # all is shut
 os.execv(sys.argv[2], sys.argv[2:])
 """
 """Started in bubblewrap, it sets limits, and becomes the program."""
@@ -109,8 +128,11 @@ def run_program(
     '42\\n'
     """
     limits, begin = limits or ProgramLimits(), time.monotonic()
+    sizes = {"CPU": limits.cpu, "AS": limits.memory, "FSIZE": limits.disk}
+    sizes |= {"NOFILE": DESCRIPTORS, "NPROC": limits.processes}
     with TemporaryDirectory(prefix="nemorl-") as folder:
-        Path(folder, "empty").mkdir()
+        program = f"{folder}/program.py"
+        python = [sys.executable, "-I", "-B", program, *arguments]
         for name, text in (("program.py", source), ("stdin", stdin)):
             path = Path(folder, name)
             path.write_bytes(text.encode(errors="replace"))
@@ -118,7 +140,7 @@ def run_program(
         with (
             path.open("rb") as given,
             subprocess.Popen(
-                _command(folder, arguments, limits),
+                _in_sandbox(python, f"{folder}/empty", sizes, [program]),
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -149,37 +171,61 @@ def run_program(
     return ProgramResult(out.decode(errors="replace"), stderr, code, cut or "ok", seconds)
 
 
-def _command(folder: str, arguments: Sequence[str], limits: ProgramLimits) -> list[str]:
+def _in_sandbox(
+    command: Sequence[str],
+    where: str,
+    sizes: Mapping[str, int],
+    readable: Iterable[str],
+    gate: tuple[int, int] | None = None,
+) -> list[str]:
     bwrap = shutil.which("bwrap", path=PLACES)
     if bwrap is None:
         raise RuntimeError(
             "programs that a model wrote run only in bubblewrap, but there is no bwrap on the PATH:"
             f" apt install bubblewrap (or dnf, pacman, apk), or {ELSEWHERE}"
         )
-    root, where, program = os.getuid() == 0, f"{folder}/empty", f"{folder}/program.py"
-    sizes = {"AS": limits.memory, "FSIZE": limits.disk, "NOFILE": DESCRIPTORS, "CORE": 0}
-    sizes["NPROC"] = limits.processes + 2 * (not root)  # bubblewrap's own are of the same user
+    root, files = os.getuid() == 0, FILES * sizes["NOFILE"] // DESCRIPTORS
+    most = sizes["NPROC"] + 2 * (not root)  # bubblewrap's own are of the same user
     given = (
-        {"CPU": (limits.cpu, limits.cpu + 1)}
-        | {name: (size, size) for name, size in sizes.items()},
-        where,
-        f"size={limits.disk},nr_inodes={FILES},mode=777",
+        {name: (size, size + (name == "CPU")) for name, size in sizes.items()}
+        | {"NPROC": (most, most), "CORE": (0, 0)},
+        where.encode(),
+        f"size={sizes['FSIZE']},nr_inodes={files},mode=777".encode(),
         root and 20_000 + next(NUMBERS) % 40_000,
+        gate,
     )
-    python, prefixes = sys.executable, {sys.prefix, sys.base_prefix}
-    prefixes |= {*map(os.path.realpath, prefixes)}
-    readable = [*SYSTEM, *DEVICES, *sorted(prefixes)]
-    above = sorted({str(up) for path in [*readable, where] for up in Path(path).parents[:-1]})
-    binds = [("--dev-bind-try" if p in DEVICES else "--ro-bind-try", p, p) for p in readable]
+    prefixes = {sys.prefix, sys.base_prefix}
+    every = {*SYSTEM, *DEVICES, *prefixes, *map(os.path.realpath, prefixes), *readable}
+    tops = sorted(each for each in every if every.isdisjoint(map(str, Path(each).parents)))
+    above = sorted({str(up) for path in [*tops, where] for up in Path(path).parents[:-1]})
     options = [
         *(("--dir", each) for each in above),  # which other users may enter
-        *binds,
-        ("--ro-bind", program, program, "--dir", where, "--remount-ro", "/", "--cap-drop", "ALL"),
+        *(("--dev-bind-try" if p in DEVICES else "--ro-bind-try", p, p) for p in tops),
+        AGENT_PLACES if gate else (),
+        ("--dir", where, "--remount-ro", "/", "--cap-drop", "ALL"),
         *(("--cap-add", f"CAP_{name}") for name in ("SYS_ADMIN", *["SETUID", "SETGID"] * root)),
         *((f"--unshare-{kind}",) for kind in ("ipc", "pid", "net", "uts", *["user"] * (not root))),
     ]
-    launch = [python, "-I", "-S", "-c", LAUNCH, repr(given), python, "-I", "-B", program]
-    return [bwrap, "--die-with-parent", *itertools.chain(*options), *launch, *arguments]
+    launch = [sys.executable, "-I", "-S", "-c", LAUNCH, repr(given), *command]
+    return [bwrap, "--die-with-parent", *itertools.chain(*options), *launch]
+
+
+def agent_in_sandbox(words: Sequence[str], gate: tuple[int, int]) -> list[str]:
+    """Return an agent's command in bubblewrap, with a network of `gate` (`Endpoint.gate`)."""
+    here, home = Path.cwd(), Path.home().resolve()
+    must = "must not hold your home with rollout.sandbox"
+    require(here not in (home, *home.parents), "the working folder", must, here, "use another")
+    command = [shutil.which(words[0]) or words[0], *words[1:]]
+    command = [str(Path(each).absolute()) if Path(each).is_file() else each for each in command]
+    files = {path for path in map(Path, command) if path.is_file()}
+    for _ in range(3):
+        files |= {each.with_name("python") for each in files}
+        files |= {each.resolve() for each in files}
+        files |= {each.parent / each.readlink() for each in files if each.is_symlink()}
+    around = {each.parents[1] for each in files if each.parent.name == "bin"}
+    files |= {each / name for each in around for name in ("bin", "lib", "pyvenv.cfg")}
+    readable = [*map(str, {here, *files}), "/etc/alternatives", "/etc/ssl/certs"]
+    return _in_sandbox(command, HOME, AGENT_SIZES, readable, gate)
 
 
 def _read(process: subprocess.Popen[bytes], most: int, deadline: float) -> tuple[bytes, bytes, str]:

@@ -18,6 +18,7 @@ from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import ConversationFailed, Episode, Outcome
 from nemorl.rollout.environments.tools import as_json
 from nemorl.rollout.processes import kill_tree
+from nemorl.rollout.sandbox import AGENT_ENVIRONMENT, agent_in_sandbox, check_sandbox
 from nemorl.rollout.user_code import function_of
 
 QUIET = {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
@@ -124,6 +125,12 @@ class CommandAgent:
     """A command for each conversation, as an agent's `run`."""
 
     command: str
+    sandbox: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sandbox:
+            check_sandbox()
+            agent_in_sandbox(shlex.split(self.command), (0, 0))
 
     @property
     def __name__(self) -> str:
@@ -135,15 +142,25 @@ class CommandAgent:
 
         Raises: ConversationFailed where it fails, or prints none.
         """
+        from nemorl.runtime.serve.endpoint import endpoint
+
         names = {"OPENAI_BASE_URL": base_url, "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1")}
         keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        words, file = shlex.split(self.command), tempfile.TemporaryFile
+        place: Any = endpoint().gate() if self.sandbox else nullcontext(())
+        with place as gate, file() as out, file() as err:
             process = await asyncio.create_subprocess_exec(
-                *shlex.split(self.command),
+                *(agent_in_sandbox(words, gate) if gate else words),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=out,
                 stderr=err,
-                env={**QUIET, **os.environ, **names, **dict.fromkeys(keys, api_key)},
+                env={
+                    **QUIET,
+                    **(AGENT_ENVIRONMENT if gate else os.environ),
+                    **names,
+                    **dict.fromkeys(keys, api_key),
+                },
+                pass_fds=gate[:1],
                 start_new_session=True,
             )
             try:
@@ -172,7 +189,7 @@ def led_by(environment: Any, rollout: RolloutConfig) -> Any:
     if rollout.agent is not None:
         alone, must = environment is None, "must be left out beside rollout.agent"
         require(alone, "environment", must, environment, "remove one of them")
-        return Agent(CommandAgent(rollout.agent))
+        return Agent(CommandAgent(rollout.agent, sandbox=rollout.sandbox))
     given = rollout.environment if environment is None else environment
     if isinstance(given, Mapping):
         return {name: _led(each) for name, each in given.items()}

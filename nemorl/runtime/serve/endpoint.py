@@ -197,6 +197,26 @@ class Endpoint:
             await asyncio.sleep(0.001)
         del self._busy[session]
 
+    @contextmanager
+    def gate(self) -> Iterator[tuple[int, int]]:
+        """Give a socket that takes a listener of a sandbox, to serve it, and its port."""
+        ours, theirs = socket.socketpair()
+        served = asyncio.run_coroutine_threadsafe(self._serve_sent(ours), self._loop.loop)
+        with theirs:
+            try:
+                yield theirs.fileno(), self.port
+            finally:
+                served.cancel()
+
+    async def _serve_sent(self, ours: socket.socket) -> None:
+        ours.settimeout(SILENT_S)
+        with ours:
+            _, sent, *_ = await asyncio.to_thread(socket.recv_fds, ours, 1, 1)
+        listener = socket.socket(fileno=sent[0])
+        protocol = partial(Connection, self._server.config, self._server.server_state, {})
+        async with await self._loop.loop.create_server(protocol, sock=listener) as server:
+            await server.serve_forever()
+
     def close(self) -> None:
         """Take no more requests, wait for the open ones, END_S at most, and end."""
         self._server.should_exit = True

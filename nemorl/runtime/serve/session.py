@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -77,12 +78,13 @@ class Session:
         self._loop, self._here, self._most = asyncio.get_running_loop(), copy_context(), most
         self._context = Context(tokenizer=tokenizer, messages=(), prompt=(), most=most)
         self._said: dict[str, Message] = {}
-        self._open: set[asyncio.Task[Any]] = set()
+        self._open: dict[Any, asyncio.Task[Any]] = {}
+        """What runs here, by the server's task that waits for it."""
         self._turns = 0
 
     async def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return the result of a coroutine on the session's loop, from any other."""
-        run, kept = asyncio.run_coroutine_threadsafe, self._kept(work)
+        run, kept = asyncio.run_coroutine_threadsafe, self._kept(asyncio.current_task(), work)
         try:
             found = self._here.copy().run(run, kept, self._loop)
         except RuntimeError as error:  # the loop has ended
@@ -90,18 +92,18 @@ class Session:
             raise Refused("the policy has ended: stop asking", status=503) from error
         return await asyncio.wrap_future(found)
 
-    async def _kept(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _kept(self, asker: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         task = asyncio.current_task()
         assert task is not None
-        self._open.add(task)
+        self._open[asker] = task
         try:
             return await work()
         finally:
-            self._open.discard(task)
+            del self._open[asker]
 
     def close(self) -> None:
         """End the requests that are open. On the session's loop."""
-        for task in self._open:
+        for task in self._open.values():
             task.cancel()
 
     async def answer(self, ask: Ask) -> list[Sampled]:
@@ -146,9 +148,17 @@ class Session:
     def abandon(self, key: Any, task: asyncio.Task[list[Sampled]]) -> None:
         """End a request of which nobody waits for the answers, or forget these."""
         self.asked.pop(key, None)
-        if not task.done():
+        task.add_done_callback(self._take_back)
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._cancel, task)
+
+    def _cancel(self, asker: Any) -> None:
+        if task := self._open.get(asker):
             task.cancel()
-        elif not task.cancelled() and not task.exception():
+
+    def _take_back(self, task: asyncio.Task[list[Sampled]]) -> None:
+        # It may have been answered while it was being cancelled.
+        if not task.cancelled() and not task.exception():
             found = [each.completion for each in task.result()]
             self._loop.call_soon_threadsafe(self._forget, found)
 

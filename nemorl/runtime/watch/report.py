@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -40,21 +40,6 @@ SAMPLE_BYTES = 6_000_000
 """Of samples on a page."""
 SHOWN_TOKENS = 4000
 """Longer responses are cut on the page."""
-
-STATISTICS = {
-    "count": ("sequences", "{:,}"),
-    "total_tokens": ("tokens", "{:,}"),
-    "mean": ("mean length", "{:,.1f}"),
-    "median": ("median", "{:,.0f}"),
-    "p95": ("95 of 100 up to", "{:,.0f}"),
-    "max": ("longest", "{:,}"),
-    "limit": ("limit", "{:,}"),
-    "num_truncated": ("cut", "{:,}"),
-    "num_dropped": ("omitted", "{:,}"),
-    "padded_fill": ("tokens in a padded batch", "{:.0%}"),
-    "packed_fill": ("tokens in packed rows", "{:.0%}"),
-}
-"""Numbers of data.json: name on the page and format."""
 
 
 class Gathered:
@@ -109,20 +94,17 @@ def _add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path
     if not lines or not tokenizer_folder.exists():
         return
     with suppress(Exception):  # a report without colors is better than none
-        decode = _decoder_of(tokenizer_folder)
+        decode: Callable[[list[int]], str]
+        if (file := tokenizer_folder / "tokenizer.json").exists():
+            from tokenizers import Tokenizer
+
+            decode = partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
+        else:
+            from nemorl.models.hub import load_tokenizer
+
+            decode = load_tokenizer(str(tokenizer_folder)).decode
         for line in lines:
             line["pieces"] = pieces(decode, line["token_ids"][:SHOWN_TOKENS])
-
-
-def _decoder_of(folder: Path) -> Callable[[list[int]], str]:
-    if (folder / "tokenizer.json").exists():
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
-    from nemorl.models.hub import load_tokenizer
-
-    return load_tokenizer(str(folder)).decode
 
 
 def pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
@@ -176,7 +158,9 @@ def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
         found["tokens"] = sample["pieces"]
     if len(ids) > SHOWN_TOKENS:
         found["cut"] = len(ids) - SHOWN_TOKENS
-    lists = {**sample, "gaps": _gaps(sample)}
+    pairs = zip(sample.get("trainer_logprobs", ()), sample.get("logprobs", ()), strict=False)
+    gaps = [pair[0] - pair[1] if all(map(is_number, pair)) else None for pair in pairs]
+    lists = {**sample, "gaps": gaps}
     for name in ("logprobs", "gaps", "advantages"):
         if values := lists.get(name):
             found[name] = [
@@ -204,11 +188,6 @@ def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
         if value not in (None, "")
     }
     return found
-
-
-def _gaps(sample: Mapping[str, Any]) -> list[float | None]:
-    pairs = zip(sample.get("trainer_logprobs", ()), sample.get("logprobs", ()), strict=False)
-    return [pair[0] - pair[1] if all(map(is_number, pair)) else None for pair in pairs]
 
 
 def _widest_gap(sample: Mapping[str, Any]) -> str:
@@ -275,9 +254,8 @@ def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
 def read_runs(runs: Runs) -> list[Gathered]:
     """Return what a report shows of runs, with the samples of a common step."""
     paths = [Path(run) for run in ([runs] if isinstance(runs, Path | str) else runs)]
-    places = {path.resolve() for path in paths}
     require(
-        len(places) == len(paths) and 1 <= len(paths) <= len(RUNS),
+        1 <= len({path.resolve() for path in paths}) == len(paths) <= len(RUNS),
         "runs",
         f"must name 1 to {len(RUNS)} runs, each once",
         [str(path) for path in paths],
@@ -338,7 +316,7 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         tests=paired_tests(runs),
         groups=grouped(curves),
         modes=_modes(*runs),
-        statistics=_statistics(runs[0]),
+        statistics=runs[0].data,
         settings=_settings(runs[0].config),
         differences=_differences(runs),
         yaml=dump(runs[0].config),
@@ -461,19 +439,6 @@ def _time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
     shares = {name[8:].replace("_", " "): total / whole for name, total in parts.items()}
     rest = 1 - sum(shares.values())
     return shares | ({"other": rest} if rest > 0.005 else {})
-
-
-def _statistics(run: Gathered) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name, numbers in run.data.items():
-        formats = [(key, *form) for key, form in STATISTICS.items() if key in numbers]
-        bars = numbers.get("histogram", ())
-        found[name] = {
-            "rows": {label: form.format(numbers[key]) for key, label, form in formats},
-            "bars": bars,
-            "most": max((1, *(count for _, count in bars))),
-        }
-    return found
 
 
 def failures(run: Gathered) -> list[dict[str, Any]]:

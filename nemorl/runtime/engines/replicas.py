@@ -20,31 +20,8 @@ import torch
 from nemorl.checks import require, warn
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import InFlight, Weights, WeightSource
+from nemorl.runtime.engines import routing
 from nemorl.runtime.engines.engine import EngineActor, environment
-from nemorl.runtime.engines.routing import (
-    TICK_S,
-    Action,
-    Answered,
-    Arrived,
-    Asleep,
-    Broke,
-    Cancel,
-    Cancelled,
-    End,
-    Event,
-    Give,
-    Held,
-    ProcessId,
-    Published,
-    Reply,
-    RequestRouter,
-    Start,
-    Started,
-    Stopped,
-    Supplied,
-    Warn,
-    routing,
-)
 from nemorl.runtime.engines.spec import EngineSpec, check_shares
 from nemorl.runtime.engines.weights import (
     Place,
@@ -68,7 +45,7 @@ SHUTDOWN_S = 10.0
 class EngineProcess:
     """Holds the workers of a replica: the first stage's, and a pipeline's others."""
 
-    id: ProcessId
+    id: routing.ProcessId
     worker: Worker
     place: Place | None = None
     """None: it is not up."""
@@ -91,8 +68,8 @@ class EngineProcesses:
         self, config: GenerationConfig, spec: EngineSpec, beside: Sequence[Place] = ()
     ) -> None:
         self.config, self.spec, self.beside = config, spec, beside
-        self.running: dict[ProcessId, EngineProcess] = {}
-        self._keepers: dict[ProcessId, asyncio.Task[None]] = {}
+        self.running: dict[routing.ProcessId, EngineProcess] = {}
+        self._keepers: dict[routing.ProcessId, asyncio.Task[None]] = {}
         python, transport = config.python, config.weight_transport
         found = python is None or bool(shutil.which(python))
         require(found, "generation.python", "must be an interpreter", python, "name one")
@@ -119,30 +96,30 @@ class EngineProcesses:
             raise ResourcesError(text) from None
         return cluster, cluster.placement("generation")
 
-    async def start_all(self, router: RequestRouter) -> None:
+    async def start_all(self, router: routing.RequestRouter) -> None:
         self._router = router
         ids = [one.process for one in router.state.replicas]
         await asyncio.gather(*map(self._start, ids))
         for id in ids:
-            router.note(Started(id))
+            router.note(routing.Started(id))
             self.start(id)
 
-    def start(self, id: ProcessId) -> None:
+    def start(self, id: routing.ProcessId) -> None:
         """Start a process, unless it is there, and watch it."""
         self._keepers[id] = asyncio.ensure_future(self._keep(id))
 
-    async def _keep(self, id: ProcessId) -> None:
+    async def _keep(self, id: routing.ProcessId) -> None:
         try:
             if id not in self.running:
                 begin = time.monotonic()
                 await self._start(id)
                 warn_softly(f"replica {id.rank} is back after {time.monotonic() - begin:.1f} s")
-                self._router.note(Started(id))
+                self._router.note(routing.Started(id))
             await self._watch(self.running[id])
         except Exception as error:
-            self._router.note(Broke(id, error))
+            self._router.note(routing.Broke(id, error))
 
-    async def _start(self, id: ProcessId) -> None:
+    async def _start(self, id: routing.ProcessId) -> None:
         process = self.running[id] = EngineProcess(id, self.launched(id.rank))
         worker, first, limit_s = process.worker, self.spec, self.config.start_timeout_s
         setting = "generation.start_timeout_s"
@@ -219,11 +196,11 @@ class EngineProcesses:
             try:
                 await answer(timeout_s=self.config.timeout_s, setting="generation.timeout_s")
             except Exception as error:
-                self._router.note(Broke(process.id, error))
+                self._router.note(routing.Broke(process.id, error))
 
         await asyncio.gather(*map(call, self._up()))
 
-    def end(self, id: ProcessId) -> None:
+    def end(self, id: routing.ProcessId) -> None:
         if keeper := self._keepers.pop(id, None):
             keeper.cancel()
         if process := self.running.pop(id, None):
@@ -323,7 +300,7 @@ class Supply:
         config: GenerationConfig,
         spec: EngineSpec,
         processes: EngineProcesses,
-        router: RequestRouter,
+        router: routing.RequestRouter,
     ) -> None:
         self.config, self.spec = config, spec
         self._processes, self._router = processes, router
@@ -343,11 +320,11 @@ class Supply:
         router = self._router
         try:
             if in_flight == "wait":
-                router.send(Held(True))
+                router.send(routing.Held(True))
                 router.do(router.until(lambda state: state.drained))
             with self.sending:
                 self._source = source
-                router.send(Published(source.newest()[0]))
+                router.send(routing.Published(source.newest()[0]))
             while not router.state.supplied:
                 router.do(router.until(lambda state: bool(state.over or state.lacking)))
                 if router.state.over:
@@ -357,11 +334,11 @@ class Supply:
         except BaseException as error:
             failed = f"an update of the weights failed while the request was in flight: {error}"
             with suppress(Exception):
-                router.send(Stopped(RuntimeError(failed)))
+                router.send(routing.Stopped(RuntimeError(failed)))
             raise
         finally:
             with suppress(RuntimeError):  # it has been shut down meanwhile
-                router.send(Held(False))
+                router.send(routing.Held(False))
 
     def now(self) -> None:
         """Send weights to replicas without any, unless engines sleep."""
@@ -395,14 +372,14 @@ class Supply:
         for rank, said in receipt.failed.items():
             worker = processes[rank].worker
             error = WorkerDied(with_log(f"{worker} did not take the weights: {said}", worker.log))
-            self._router.send(Broke(processes[rank].id, error))
+            self._router.send(routing.Broke(processes[rank].id, error))
         if not receipt.failed:
             self._receipt, self._version = receipt, receipt.version
             if receipt.version < (self._router.state.version or 0):  # an old checkpoint was loaded
-                self._router.send(Published(receipt.version))
+                self._router.send(routing.Published(receipt.version))
             self._based |= {one.id for one in processes.values()}
             for one in processes.values():
-                self._router.send(Supplied(one.id, receipt.version))
+                self._router.send(routing.Supplied(one.id, receipt.version))
 
     def metrics(self) -> dict[str, float]:
         last, self._receipt = self._receipt, None
@@ -434,10 +411,10 @@ class Replicas:
         self._seconds, self._since = 0.0, 0.0
         """With requests in flight; when there were none."""
         self._processes = self.processes(config, spec, beside)
-        state = routing(
+        state = routing.routing(
             config.num_replicas, window=config.max_batch_size, max_restarts=config.max_restarts
         )
-        self._router = RequestRouter(state, self._act, self._processes.cluster.check)
+        self._router = routing.RequestRouter(state, self._act, self._processes.cluster.check)
         self.supply = Supply(config, spec, self._processes, self._router)
         try:
             self._router.do(self._processes.start_all(self._router))
@@ -474,7 +451,7 @@ class Replicas:
         """Look after Ray, and replicas that came back, while requests are open."""
         router = self._router
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(routing.TICK_S)
             try:
                 if self._open:
                     await asyncio.to_thread(router.check)
@@ -484,7 +461,7 @@ class Replicas:
                 raise
             except BaseException as error:
                 said = error if isinstance(error, Exception) else RuntimeError(repr(error))
-                router.note(Stopped(said))
+                router.note(routing.Stopped(said))
 
     async def _answers(self, requests: Sequence[Request]) -> list[tuple[Any, ...]]:
         """On the router's event loop, as all below."""
@@ -502,7 +479,7 @@ class Replicas:
         future: asyncio.Future[Any] = self._router.loop.create_future()
         self._open[number] = request, future
         future.add_done_callback(partial(self._settled, number))
-        self._router.note(Arrived(request[1].n))
+        self._router.note(routing.Arrived(request[1].n))
         return future
 
     def _settled(self, number: int, future: asyncio.Future[Any]) -> None:
@@ -510,16 +487,16 @@ class Replicas:
         if not self._open:
             self._seconds += time.monotonic() - self._since
         if future.cancelled():
-            self._router.note(Cancelled(number))
+            self._router.note(routing.Cancelled(number))
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: routing.Action) -> None:
         match action:
-            case Give(id, number):
+            case routing.Give(id, number):
                 call = self._call(self._processes.running[id], number, *self._open[number][0])
                 self._calls[number] = asyncio.ensure_future(call)
-            case Cancel(number) if number in self._calls:
+            case routing.Cancel(number) if number in self._calls:
                 self._calls.pop(number).cancel()
-            case Reply(number, result) if number in self._open:
+            case routing.Reply(number, result) if number in self._open:
                 future = self._open[number][1]
                 if future.done():  # cancelled just now
                     return
@@ -527,19 +504,19 @@ class Replicas:
                     future.set_exception(result)
                 else:
                     future.set_result(result)
-            case End(id):
+            case routing.End(id):
                 self._usage[id.rank]["restarts"] += 1
                 self._processes.end(id)
-            case Start(id):
+            case routing.Start(id):
                 self._processes.start(id)
-            case Warn(message):
+            case routing.Warn(message):
                 warn_softly(message)
 
     async def _call(
         self, process: EngineProcess, number: int, prompt: tuple[int, ...], params: Any
     ) -> None:
         call = process.actor.sample.remote(prompt, params)
-        event: Event
+        event: routing.Event
         try:
             answer = await process.worker.answer(call)
         except asyncio.CancelledError:
@@ -547,15 +524,15 @@ class Replicas:
                 ray.cancel(call)
             raise
         except (ValueError, FloatingPointError) as error:
-            event = Answered(process.id, number, error)
+            event = routing.Answered(process.id, number, error)
         except Exception as error:
-            event = Broke(process.id, error)
+            event = routing.Broke(process.id, error)
         else:
             usage = self._usage[process.id.rank]
             usage["tokens"] += sum(len(one.token_ids) for one in answer.samples)
             usage["busy_s"] += max(0.0, answer.busy_s - process.busy_s)
             process.busy_s = max(process.busy_s, answer.busy_s)
-            event = Answered(process.id, number, answer.samples, answer.partial)
+            event = routing.Answered(process.id, number, answer.samples, answer.partial)
         self._calls.pop(number, None)
         self._router.note(event)
 
@@ -567,7 +544,7 @@ class Replicas:
 
     async def _sleep(self) -> None:
         await self._router.until(lambda state: state.settled)
-        self._router.note(Asleep(True, emptied=self.spec.sleep_level == 2))
+        self._router.note(routing.Asleep(True, emptied=self.spec.sleep_level == 2))
         await self._processes.everywhere("sleep")
 
     def wake(self) -> None:
@@ -576,7 +553,7 @@ class Replicas:
 
     async def _wake(self) -> None:
         await self._processes.everywhere("wake")
-        self._router.note(Asleep(False))
+        self._router.note(routing.Asleep(False))
 
     def metrics(self) -> dict[str, float]:
         """Return each replica's tokens, restarts and busy share since the last call."""
@@ -600,7 +577,7 @@ class Replicas:
         try:
             with suppress(Exception):  # the cluster may be gone
                 error = "the generation backend was shut down before it answered"
-                self._router.send(Stopped(RuntimeError(error)))
+                self._router.send(routing.Stopped(RuntimeError(error)))
                 self._router.do(self._end())
             self._router.close()
         finally:

@@ -21,14 +21,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, Rank, RankAnswer, dumps, loads
 from nemorl.runtime.store.files import raised
-from nemorl.runtime.workers.cluster import (
-    Bundle,
-    RayVirtualCluster,
-    ResourcesError,
-    connect,
-    most_on_a_node,
-    release,
-)
+from nemorl.runtime.workers import cluster
 from nemorl.runtime.workers.worker import RayWorkerGroup
 
 GRACE_S = 5.0
@@ -78,16 +71,16 @@ class RayRanks:
     ) -> None:
         self.size, self._lock, self._runtime = size, threading.Lock(), config.runtime
         cpus = config.runtime.cpus_per_rank
-        connect(
+        cluster.connect(
             num_cpus=(os.cpu_count() or 1) + size * cpus,  # of a local one, with engines
             timeout_s=config.runtime.start_timeout_s,
         )
         try:
-            self._cluster = RayVirtualCluster({"rank": rank_bundles(config, size, engines)})
-        except ResourcesError as error:
-            raise ResourcesError(f"parallel asks for {size} ranks: {error}") from None
+            self._cluster = cluster.RayVirtualCluster({"rank": rank_bundles(config, size, engines)})
+        except cluster.ResourcesError as error:
+            raise cluster.ResourcesError(f"parallel asks for {size} ranks: {error}") from None
         finally:
-            release()
+            cluster.release()
         try:
             self.workers = RayWorkerGroup(
                 self._cluster.placement("rank"),
@@ -170,7 +163,7 @@ class RayRanks:
 
 def rank_bundles(
     config: BaseConfig, size: int, engines: GenerationConfig | None = None
-) -> list[Bundle]:
+) -> list[cluster.Bundle]:
     """Return what ranks take of the connected cluster: a bundle, and so a node, for each group of
     parallel.tp.
     """
@@ -179,8 +172,8 @@ def rank_bundles(
             "must be cpu on a Ray cluster without GPUs", device,
             "remove it, or tell Ray of the GPUs (ray start --num-gpus)")  # fmt: skip
     gpus = 1 if found and device != "cpu" else 0
-    rank = Bundle(cpus=config.runtime.cpus_per_rank, gpus=gpus)
-    most = {name: most_on_a_node(name) / amount for name, amount in rank.amounts.items()}
+    rank = cluster.Bundle(cpus=config.runtime.cpus_per_rank, gpus=gpus)
+    most = {name: cluster.most_on_a_node(name) / amount for name, amount in rank.amounts.items()}
     per_bundle = 1 if config.runtime.tp_across_nodes else config.parallel.tp
     for name, room in most.items():
         must = f"must be at most {int(room)}, the ranks for which the largest node has {name}s"

@@ -16,13 +16,7 @@ from nemorl.data.datasets import prompt_of, to_prompts
 from nemorl.data.packing import pack, segments_apart
 from nemorl.data.rows import first_of, for_rows
 from nemorl.losses import LogprobKind, LossOutput, Mean, distillation_topk, needs, opd
-from nemorl.models.hub import (
-    load_tokenizer,
-    max_positions,
-    model_folder,
-    reader,
-    require_same_tokens,
-)
+from nemorl.models import hub
 from nemorl.models.source import ModelSource
 from nemorl.parallel.backend import ForwardOutput, LossFn, Needs
 from nemorl.rollout.episodes import with_environment_tools
@@ -79,10 +73,10 @@ class Teachers:
             found, positions = ask(ScoreServer.find(model))
             read = found.tokens
         else:
-            found, trust = model_folder(model), self.run.config.model.trust_remote_code
-            read = reader(load_tokenizer(found, trust_remote_code=trust))
+            found, trust = hub.model_folder(model), self.run.config.model.trust_remote_code
+            read = hub.reader(hub.load_tokenizer(found, trust_remote_code=trust))
             of_model = model_config_of(found, trust_remote_code=trust)
-            positions = of_model and max_positions(of_model)
+            positions = of_model and hub.max_positions(of_model)
         field, prompts = f"teacher.model {model}", self.prompts(self.rows[:3])
         told = [row for row in self.rows if row.get("teacher_prompt") is not None]
         pairs = zip(self.prompts(told, told=True), self.prompts(told), strict=True)
@@ -91,7 +85,7 @@ class Teachers:
         must, fits = f"must have {longest} positions, for the longest row", positions or longest
         require(longest <= fits, field, must, positions, "shorten the rows")
         texts = [self.run.tokenizer.decode(ids) for ids in prompts]
-        require_same_tokens(field, self.run.tokenizer, read, texts)
+        hub.require_same_tokens(field, self.run.tokenizer, read, texts)
         if isinstance(found, ScoreServer):
             ask(found.score(prompts, top_k=self.top_k, kind=self.kind))
         return found

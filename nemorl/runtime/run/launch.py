@@ -17,14 +17,7 @@ from nemorl.data.digest import Digest, difference, digests_of
 from nemorl.data.rows import Row, first_of
 from nemorl.data.sources import name_of, sources_of
 from nemorl.data.templates import with_chat_template
-from nemorl.models.hub import (
-    CONFIG,
-    base_of,
-    load_tokenizer,
-    max_positions,
-    model_folder,
-    read_config,
-)
+from nemorl.models import hub
 from nemorl.openmp import SPINS
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.rollout.answers import GIVEN
@@ -114,8 +107,8 @@ def model_config_of(model: nn.Module | str, *, trust_remote_code: bool = False) 
     if not isinstance(model, str):
         return model.config
     try:
-        name = (base_of(Path(model)) or "") if (Path(model) / CONFIG).is_file() else model
-        return read_config(name, trust_remote_code=trust_remote_code)
+        name = (hub.base_of(Path(model)) or "") if (Path(model) / hub.CONFIG).is_file() else model
+        return hub.read_config(name, trust_remote_code=trust_remote_code)
     except Exception:  # transformers raises what a wrong value leads to
         return None
 
@@ -130,7 +123,7 @@ def _warn_of_spinning() -> None:
 
 
 def _within_positions(config: Config, of_model: Any) -> Config:
-    positions = None if of_model is None else max_positions(of_model)
+    positions = None if of_model is None else hub.max_positions(of_model)
     wanted = config.data.max_total_sequence_length
     if positions is None or wanted <= positions:
         return config
@@ -305,13 +298,13 @@ def launched(
         with recorded(directory, algorithm=algorithm) as log:
             _warn_of_spinning()
             checkpoint.sweep(directory.path)
-            path = model_folder(config.model.path)
+            path = hub.model_folder(config.model.path)
             trust = {"trust_remote_code": config.model.trust_remote_code}
             of_model = model_config_of(path if model is None else model, **trust)
             devices.check_model(of_model)
             config = _with_response_length(_within_positions(config, of_model))
             tokenizer = with_chat_template(
-                tokenizer or load_tokenizer(config.model.tokenizer or path, **trust),
+                tokenizer or hub.load_tokenizer(config.model.tokenizer or path, **trust),
                 config.model.chat_template,
                 config.model.chat_template_kwargs,
             )

@@ -23,18 +23,8 @@ from nemorl.runtime.config.yaml_io import dump, read
 from nemorl.runtime.store.directory import RunDirectory, RunRecord, read_lines, to_json
 from nemorl.runtime.store.files import write_atomically, writing
 from nemorl.runtime.store.verify import verify_run
+from nemorl.runtime.watch import metrics
 from nemorl.runtime.watch.curves import RUNS, VARIABLES, svg
-from nemorl.runtime.watch.metrics import (
-    SECTIONS,
-    Course,
-    course_of,
-    duration,
-    headline,
-    is_usual,
-    number,
-    placed,
-    thin,
-)
 
 SAMPLE_BYTES = 6_000_000
 """Of samples on a page."""
@@ -194,7 +184,7 @@ def _widest_gap(sample: Mapping[str, Any]) -> str:
     for worst in sample.get("worst_tokens", ())[:1]:
         values = worst["logprob"], worst["trainer_logprob"]
         if all(map(is_number, values)) and abs(gap := values[0] - values[1]) >= 0.01:
-            factor = number(math.exp(min(abs(gap), 700)))
+            factor = metrics.number(math.exp(min(abs(gap), 700)))
             return f"×{factor} in {worst['token']!r} (token {worst['position'] + 1})"
     return ""
 
@@ -290,7 +280,7 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     curves = curves_of(*runs)
     by_name = {curve["metric"]: curve for curve in curves}
-    shown = headline(*(line for run in runs for line in run.metrics))
+    shown = metrics.headline(*(line for run in runs for line in run.metrics))
     steps = sorted({step for run in runs for step in run.samples})
     data = {
         "curves": [curve["data"] for curve in curves],
@@ -330,7 +320,12 @@ def _template() -> Template:
         loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     page.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    page.filters |= {"number": number, "duration": duration, "moment": _moment, "setting": _setting}
+    page.filters |= {
+        "number": metrics.number,
+        "duration": metrics.duration,
+        "moment": _moment,
+        "setting": _setting,
+    }
     return page.get_template("page.html")
 
 
@@ -341,14 +336,14 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
     names -= {"step", "time", *(name for name in names if name.startswith("calibration/"))}
 
     def section_of(name: str) -> str:
-        return "Updates" if name == "loss" and "reward" in names else placed(name)[0]
+        return "Updates" if name == "loss" and "reward" in names else metrics.placed(name)[0]
 
     curves: list[dict[str, Any]] = []
-    order = [*SECTIONS, "Other"]
-    by_place = lambda n: (order.index(section_of(n)), placed(n)[1], "/" in n, n)  # noqa: E731
+    order = [*metrics.SECTIONS, "Other"]
+    by_place = lambda n: (order.index(section_of(n)), metrics.placed(n)[1], "/" in n, n)  # noqa: E731
     for name in sorted(names, key=by_place):
-        courses = [course_of(run.metrics, name) for run in runs]
-        metric, trained = placed(name)[2], [train[1] for train, _ in courses]
+        courses = [metrics.course_of(run.metrics, name) for run in runs]
+        metric, trained = metrics.placed(name)[2], [train[1] for train, _ in courses]
         validated = any(steps for _, (steps, _) in courses)
         curve: dict[str, Any] = {
             "metric": name,
@@ -362,9 +357,12 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
         }
         values = [value for course in courses for _, series in course for value in series]
         once = max(map(len, trained)) > 2 and len({*values}) == 1
-        curve["constant"] = is_usual(name, values) or (once and not validated)
+        curve["constant"] = metrics.is_usual(name, values) or (once and not validated)
         if not curve["constant"]:
-            shown = [(thin(train, MOST_POINTS), thin(val, MOST_POINTS)) for train, val in courses]
+            shown = [
+                (metrics.thin(train, MOST_POINTS), metrics.thin(val, MOST_POINTS))
+                for train, val in courses
+            ]
             picture, edges = svg(name, *shown)
             curve["svg"] = Markup(picture)
             curve["data"] = {
@@ -379,7 +377,7 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
     return curves
 
 
-def ends(course: Course) -> dict[str, Any] | None:
+def ends(course: metrics.Course) -> dict[str, Any] | None:
     """Return a course's first and last value."""
     train, validation = course
     values = validation[1] or train[1]

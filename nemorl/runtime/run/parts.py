@@ -31,14 +31,9 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.tree import dump_yaml
 from nemorl.runtime.engines.weights import TrainerWeights, check_agreement
 from nemorl.runtime.ranks.trainer import make_trainer
+from nemorl.runtime.run import registry
 from nemorl.runtime.run.devices import Devices, Fit, fitted, keeps_reference, sharing_of
 from nemorl.runtime.run.launch import Launch, changes, generation_config, kept, model_config_of
-from nemorl.runtime.run.registry import (
-    get_generation_backend,
-    get_training_backend,
-    has_method,
-    training_backend_class,
-)
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.files import writing
 from nemorl.runtime.store.state import POLICY, LoopState
@@ -107,8 +102,8 @@ class Backends:
             self.fit,
             self.engines,
             self.launch.of_model,
-            can_offload=has_method(config, "offload"),
-            can_empty=has_method(config, "empty_cache"),
+            can_offload=registry.has_method(config, "offload"),
+            can_empty=registry.has_method(config, "empty_cache"),
         )
 
     @cached_property
@@ -138,7 +133,7 @@ class Backends:
             keep_reference=keep,
             same_initial_model_as=self.saved_policy if keep else None,
         )
-        trainer = self.ranks or get_training_backend(config.trainer.backend, launch.model)
+        trainer = self.ranks or registry.get_training_backend(config.trainer.backend, launch.model)
         require_methods(config, setup)
         setup = proved(launch, setup, launch.model)
         self.stack.enter_context(set_up(trainer, setup, _waiting_for_trainer(launch)))
@@ -171,7 +166,7 @@ class Backends:
         elif self.ranks is not None:
             backend = self.ranks.beside(name)
         else:
-            backend = get_training_backend(config.trainer.backend, given)
+            backend = registry.get_training_backend(config.trainer.backend, given)
         generators = checkpoint.RandomState.now()
         config = proved(self.launch, config, given)
         loading = waiting(f"loading {name}", quiet=self.launch.quiet)
@@ -205,7 +200,7 @@ class Backends:
         for backend in backends:
             if offloads:
                 backend.offload(keep_weights=keep_weights)
-            elif self.share_gpus and has_method(self.launch.config, "empty_cache"):
+            elif self.share_gpus and registry.has_method(self.launch.config, "empty_cache"):
                 backend.empty_cache()
 
     def require_all_of(self, found: Path | None) -> None:
@@ -419,7 +414,7 @@ def require_methods(config: BaseConfig, setup: BackendConfig) -> None:
         "wait_for_checkpoint": ("run.async_save", setup.trains and config.run.async_save),
     }
     for method, (what, needed) in needs.items():
-        if needed and not has_method(config, method):
+        if needed and not registry.has_method(config, method):
             raise ValueError(
                 f"trainer.backend must have the method {method} for {what}, but"
                 f" {config.trainer.backend!r} has none: add it, or omit what needs it"
@@ -451,7 +446,7 @@ def ranks_of(launch: Launch, name: str = "") -> Any:
     """Return a backend on ranks, not started; None in one process. name: of another model."""
     if not launch.devices.ranked:
         return None
-    make = training_backend_class(launch.config.trainer.backend)
+    make = registry.training_backend_class(launch.config.trainer.backend)
     logs = launch.directory.path / "logs" / name
     engines = None if name else launch.config.generation
     return make_trainer(launch.config, make, launch.devices.plan, logs, engines)
@@ -531,7 +526,7 @@ def live_engine(
 ) -> Iterator[GenerationBackend]:
     """Set up an engine for the block. options: what its backend is made with."""
     launch, devices = backends.launch, backends.launch.devices
-    backend: Any = get_generation_backend(engines.backend)
+    backend: Any = registry.get_generation_backend(engines.backend)
     if not engines.traits.on_trainer:
         options["precision"] = launch.config.parallel.precision
         if devices.placed and devices.shares_gpus(engines):

@@ -47,14 +47,7 @@ from nemorl.runtime.run.samples import (
 from nemorl.runtime.run.saving import TrainResult, loop_callbacks
 from nemorl.runtime.store.files import NotWritten, check_writer, memory_advice
 from nemorl.runtime.store.state import POLICY
-from nemorl.runtime.watch.callbacks import (
-    Callback,
-    StopTraining,
-    closing,
-    notify,
-    notify_of_error,
-    update_in_progress,
-)
+from nemorl.runtime.watch import callbacks
 
 if TYPE_CHECKING:  # a small backend lacks methods, and raises AttributeError for them
     from nemorl.parallel.backend import FullTrainingBackend
@@ -94,7 +87,7 @@ class Run(Generic[Config]):
         usual = self.config.generates(answers=questions)
         self.generates, self._num_updates = usual if generates is None else generates, num_updates
         self.live: Parts | None = None
-        self.callbacks: Sequence[Callback] = ()  # before the loop
+        self.callbacks: Sequence[callbacks.Callback] = ()  # before the loop
         require_length(self.config.optimizer.schedule, self.num_updates)
         self.others = Backends(launch, stack, generates=self.generates)
         self.loop: Steps | None = None
@@ -284,7 +277,7 @@ class Run(Generic[Config]):
         if advice := memory_advice(error):
             error.add_note(advice)
         if self.callbacks:
-            notify_of_error(self.callbacks, self, error)
+            callbacks.notify_of_error(self.callbacks, self, error)
         return error
 
     def close(self) -> None:
@@ -539,7 +532,7 @@ class Steps(Iterator[Step]):
             self._call("on_epoch_begin", epoch)
         self._call("on_step_begin", self.run.state.step + 1)
         self.step = step = Step(self.run, self._receipts)
-        self._update.enter_context(update_in_progress(lambda: step.trained > 0))
+        self._update.enter_context(callbacks.update_in_progress(lambda: step.trained > 0))
         return step
 
     def finish(self) -> None:
@@ -573,7 +566,7 @@ class Steps(Iterator[Step]):
         backends.require_all_of(run.parts().resumed_from)
         run.callbacks = loop_callbacks(launch, run.backends, total_steps=self.last_step)
         own = run.callbacks[1 + len(launch.callbacks) :]  # the others outlive a run with new ranks
-        backends.stack.enter_context(closing(own))
+        backends.stack.enter_context(callbacks.closing(own))
         self.begun = True
         self._validated = run.state.step
         if self._validated >= self.last_step:
@@ -607,7 +600,7 @@ class Steps(Iterator[Step]):
                 step.samples = step.samples or answers
         finally:
             if self.run.state.step == step.number:
-                with update_in_progress():
+                with callbacks.update_in_progress():
                     try:
                         if step.samples:
                             self._call("on_samples", step.number, step.samples)
@@ -640,6 +633,6 @@ class Steps(Iterator[Step]):
 
     def _call(self, hook: str, *args: Any) -> None:
         try:
-            notify(self.run.callbacks, hook, self.run, *args)
-        except StopTraining:
+            callbacks.notify(self.run.callbacks, hook, self.run, *args)
+        except callbacks.StopTraining:
             self._stop = True

@@ -26,16 +26,8 @@ from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.data.batch import Example, collate
+from nemorl.models import tensor_files
 from nemorl.models.adapters import PREFIX, Adapters, live_tensors, merged_tensors
-from nemorl.models.tensor_files import (
-    Stored,
-    WeightsDiffer,
-    as_stored,
-    misfits,
-    shapes_of,
-    stored_names,
-    tensor_checksum,
-)
 from nemorl.parallel.backend import InTurns, TrainingBackend
 from nemorl.rollout.calls import blocking
 from nemorl.rollout.conversation import with_last
@@ -310,7 +302,7 @@ Bucket = list[tuple[str, torch.dtype, tuple[int, ...], Any]]
 """Name, type, shape and bytes (a numpy array) of each tensor."""
 
 
-def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], Stored]:
+def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], tensor_files.Stored]:
     """Return names and shapes of the weights in files of a model, and which live tensors files have
     otherwise.
 
@@ -323,15 +315,15 @@ def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], S
             AutoConfig.for_model(**json.loads(config, object_hook=_with_floats)),
             trust_remote_code=False,
         )
-    stored = {**stored_names(model), **_one_by_one(model)}
-    return shapes_of(dict(merged_tensors(model)), stored), stored
+    stored = {**tensor_files.stored_names(model), **_one_by_one(model)}
+    return tensor_files.shapes_of(dict(merged_tensors(model)), stored), stored
 
 
 def _with_floats(values: dict[str, Any]) -> Any:  # as transformers writes infinity
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
-def _one_by_one(model: Any) -> Stored:
+def _one_by_one(model: Any) -> tensor_files.Stored:
     """Return the names by which vLLM's loaders take gpt-oss's experts one by one."""
     if model.config.model_type != "gpt_oss":
         return {}
@@ -363,7 +355,7 @@ def checked_weights(
         elif not wrong:
             yield name, tensor
     if wrong := wrong + [f"{name!r} is missing" for name in missing]:
-        raise misfits(wrong)
+        raise tensor_files.misfits(wrong)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,7 +373,7 @@ class UpdateReceipt:
     def check(self) -> None:
         """Raise WeightsDiffer, which names the first wrong engine and its weights."""
         for rank, said in self.wrong.items():
-            raise WeightsDiffer(
+            raise tensor_files.WeightsDiffer(
                 f"replica {rank} must get the trainer's weights of version {self.version}, but it"
                 f" did not: {said}; resume the run from its last checkpoint, and report this"
             )
@@ -396,7 +388,7 @@ class WeightSender:
     """The pickled actors, which rank 0 alone can read, as it alone has a part in Ray."""
     places: Mapping[int, Place]
     expected: Mapping[str, tuple[int, ...]]
-    stored: Stored = field(default_factory=dict)
+    stored: tensor_files.Stored = field(default_factory=dict)
     """Live tensors that files have otherwise."""
     dtype: torch.dtype
     """The engines'."""
@@ -425,7 +417,7 @@ class WeightSender:
             return UpdateReceipt(version=version, failed={}, transport=transport)
         sent: dict[str, Tensor] = {}
         adapters: dict[str, Tensor] = {}
-        base = _without_adapters(as_stored(weights, self.stored), adapters)
+        base = _without_adapters(tensor_files.as_stored(weights, self.stored), adapters)
         first = list(itertools.islice(base, 1))
         has_base = bool(adapters) and not first  # the engines have the base
         checked = checked_weights(itertools.chain(first, base), self.expected)
@@ -482,7 +474,7 @@ class WeightSender:
     ) -> Iterator[NamedTensor]:
         for name, tensor in weights:
             cast = tensor.detach().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
-            sent[name] = tensor_checksum(cast)
+            sent[name] = tensor_files.tensor_checksum(cast)
             yield name, cast
 
     def _receipt(self, sent: Mapping[str, Tensor]) -> UpdateReceipt:

@@ -30,15 +30,8 @@ from nemorl.losses import advantages as adv
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.calls import name_of
 from nemorl.rollout.collect import Rollouts, turn_numbers, turn_returns
+from nemorl.runtime.config import grpo
 from nemorl.runtime.config.distill import DistillConfig
-from nemorl.runtime.config.grpo import (
-    GroupAdvantage,
-    GRPOConfig,
-    OnlineConfig,
-    OwnAdvantage,
-    OwnLoss,
-    PassAtKAdvantage,
-)
 from nemorl.runtime.config.tree import settings_of
 
 LossWeights = Callable[[Bool[Tensor, "batch seq"], Int[Tensor, "batch"]], Tensor]
@@ -49,7 +42,7 @@ Shaping = Callable[[Rollouts], Float[Tensor, "batch"]]
 """The rewards that are compared."""
 
 
-def make_loss_weights(config: OnlineConfig) -> LossWeights:
+def make_loss_weights(config: grpo.OnlineConfig) -> LossWeights:
     """Return the function that weights tokens."""
     match config.reduction:
         case "token_mean":
@@ -63,7 +56,7 @@ def make_loss_weights(config: OnlineConfig) -> LossWeights:
             return masks.group_mean_weights
 
 
-def make_shaping(config: OnlineConfig) -> Shaping:
+def make_shaping(config: grpo.OnlineConfig) -> Shaping:
     """Return the function that shapes rewards by length."""
     overlong, limit = config.overlong, config.generation.longest_response
     if not overlong.buffer:
@@ -77,13 +70,13 @@ def make_shaping(config: OnlineConfig) -> Shaping:
     )
 
 
-def make_advantages(config: GRPOConfig | DistillConfig) -> Advantages:
+def make_advantages(config: grpo.GRPOConfig | DistillConfig) -> Advantages:
     """Return the function that turns rewards into advantages."""
     choice, shaped = config.advantage, make_shaping(config)
 
     def advantages(rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
         rewards, group_id, mask = shaped(rollouts), rollouts.group_id, batch.loss_mask
-        if isinstance(choice, GroupAdvantage):
+        if isinstance(choice, grpo.GroupAdvantage):
             if choice.level == "turn":
                 rewards, group_id = turn_returns(rollouts, discount=config.rollout.discount)
             per_response = adv.advantages(
@@ -98,9 +91,9 @@ def make_advantages(config: GRPOConfig | DistillConfig) -> Advantages:
                 turns = turn_numbers(rollouts, batch)
                 return adv.to_turns(per_response, turns, mask, rollouts.num_turns)
             return adv.to_tokens(per_response, mask)
-        if isinstance(choice, PassAtKAdvantage):
+        if isinstance(choice, grpo.PassAtKAdvantage):
             return adv.to_tokens(adv.pass_at_k(rewards, group_id, k=choice.k), mask)
-        if isinstance(choice, OwnAdvantage):
+        if isinstance(choice, grpo.OwnAdvantage):
             extra = {"lengths": rollouts.lengths, "loss_mask": mask}
             given = {name: extra[name] for name in choice.takes}
             found = choice.function(rewards, group_id, **given, **settings_of(choice))
@@ -130,10 +123,10 @@ def _per_token(found: Any, mask: Bool[Tensor, "batch seq"], name: str) -> Tensor
     return adv.to_tokens(found, mask) if found.ndim == 1 else torch.where(mask, found, 0.0)
 
 
-def make_loss(config: OnlineConfig) -> LossFn:
+def make_loss(config: grpo.OnlineConfig) -> LossFn:
     """Return the configured loss of a part of a batch."""
     constants, off_policy, kl = settings_of(config.loss), config.off_policy, config.kl
-    own = isinstance(config.loss, OwnLoss) and config.loss.function
+    own = isinstance(config.loss, grpo.OwnLoss) and config.loss.function
     term = own or getattr(policy, config.loss.name)
     weights = asdict(off_policy) | {"mode": config.off_policy_mode}
     penalty, _ = weights.pop("penalty"), weights.pop("proximal")

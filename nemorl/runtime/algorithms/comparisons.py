@@ -26,15 +26,8 @@ from nemorl.losses import (
 )
 from nemorl.parallel.backend import ForwardOutput, LossFn, TrainingBackend
 from nemorl.runtime.algorithms.sft import in_chunks
+from nemorl.runtime.config import offline
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.offline import (
-    DPOConfig,
-    DPOLoss,
-    KTOLoss,
-    ORPOLoss,
-    PreferenceLossConfig,
-    SimPOLoss,
-)
 from nemorl.runtime.run.data import within_limit
 from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples, spread
@@ -56,12 +49,12 @@ class Comparisons:
 
 
 def comparisons(
-    config: DPOConfig, rows: Sequence[Any], tokenizer: Any, *, in_pairs: bool = False
+    config: offline.DPOConfig, rows: Sequence[Any], tokenizer: Any, *, in_pairs: bool = False
 ) -> tuple[Comparisons, Sequence[Any], Lengths]:
     """Return preferences as tokens, the row of each, and their lengths. KTO takes pairs apart; with
     `in_pairs` their responses stay next to each other.
     """
-    single = isinstance(config.loss, KTOLoss)
+    single = isinstance(config.loss, offline.KTOLoss)
     paired = not single or (in_pairs and all(row.get("label") is None for row in rows))
     if paired:
         what = "responses" if single else "pairs"
@@ -76,7 +69,7 @@ def comparisons(
         found = [(with_label(example, desirable),) for example, desirable in judged]
     examples = [example for row in found for example in row]
     others: list[Together] = []
-    if isinstance(config.loss, KTOLoss) and config.loss.baseline == "mismatched":
+    if isinstance(config.loss, offline.KTOLoss) and config.loss.baseline == "mismatched":
         limit, seed = config.data.max_total_sequence_length, config.run.seed
         others = [(other,) for other in mismatched(examples, max_length=limit, seed=seed)]
     lengths = replace(lengths, tokens=[example.num_tokens for example in examples])
@@ -101,7 +94,7 @@ def with_label(example: Example, desirable: bool) -> Example:
 
 
 def with_reference_logprobs(
-    trainer: TrainingBackend, data: Comparisons, config: DPOConfig
+    trainer: TrainingBackend, data: Comparisons, config: offline.DPOConfig
 ) -> Comparisons:
     """Add the present model's logprobs, in float32."""
     size = config.train_global_batch_size
@@ -127,7 +120,7 @@ def with_reference_logprobs(
 
 
 def with_reference(
-    trainer: "FullTrainingBackend", rows: Sequence[Together], config: DPOConfig
+    trainer: "FullTrainingBackend", rows: Sequence[Together], config: offline.DPOConfig
 ) -> TokenBatch:
     """Return rows as a batch, with the reference's logprobs if needed."""
     batch, size = collate_together(rows), config.train_global_batch_size
@@ -137,7 +130,9 @@ def with_reference(
     return replace(batch, reference_logprobs=values)
 
 
-def baseline(trainer: "FullTrainingBackend", rows: Sequence[Together], config: DPOConfig) -> float:
+def baseline(
+    trainer: "FullTrainingBackend", rows: Sequence[Together], config: offline.DPOConfig
+) -> float:
     """Return KTO's baseline, the mean of log π − log π_ref over mismatched sequences, which
     estimates KL(π‖π_ref) in nats per response.
     """
@@ -174,13 +169,13 @@ def samples(
     return found
 
 
-def make_loss(config: DPOConfig, batch: TokenBatch, kl: float | None = None) -> LossFn:
+def make_loss(config: offline.DPOConfig, batch: TokenBatch, kl: float | None = None) -> LossFn:
     """Return the configured loss of a part of the step whose whole batch is `batch`.
 
     A row is a pair, segment 1 chosen and segment 2 rejected, or for KTO a response labelled by the
     sign of `advantages`; each weighs 1 / their number. kl: KTO's baseline.
     """
-    single, settings = isinstance(config.loss, KTOLoss), asdict(config.loss)
+    single, settings = isinstance(config.loss, offline.KTOLoss), asdict(config.loss)
     function = getattr(preference, settings.pop("name"))
     others = ("average_logprobs", "baseline")
     return partial(
@@ -233,9 +228,9 @@ def preference_loss(
     return LossOutput(loss, {**result.metrics, "nll": likelihood.metrics["nll"]})
 
 
-def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:
+def with_loss_weights(batch: TokenBatch, config: offline.DPOConfig) -> TokenBatch:
     """Add weights of the likelihood term."""
-    if isinstance(config.loss, KTOLoss):
+    if isinstance(config.loss, offline.KTOLoss):
         assert batch.advantages is not None
         mask = batch.loss_mask & (batch.advantages > 0)
     else:
@@ -247,7 +242,7 @@ def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:
 
 
 def rewards(
-    loss: PreferenceLossConfig, token_logprobs: Float[Tensor, "batch seq"], part: TokenBatch
+    loss: offline.PreferenceLossConfig, token_logprobs: Float[Tensor, "batch seq"], part: TokenBatch
 ) -> Float[Tensor, "sequences"]:
     """Return the implicit reward of every response: β(log π − log π_ref), or of DPO's divergence;
     without a reference β·log π (orpo: coef·log π).
@@ -256,16 +251,16 @@ def rewards(
     difference = by_sequence(token_logprobs, part, average=average)
     if part.reference_logprobs is not None:
         difference = difference - by_sequence(part.reference_logprobs, part, average=average)
-    if isinstance(loss, DPOLoss):
+    if isinstance(loss, offline.DPOLoss):
         difference = preference.implicit_reward(difference, divergence=loss.divergence)
-    return (loss.coef if isinstance(loss, ORPOLoss) else loss.beta) * difference
+    return (loss.coef if isinstance(loss, offline.ORPOLoss) else loss.beta) * difference
 
 
-def averages(loss: PreferenceLossConfig) -> bool:
+def averages(loss: offline.PreferenceLossConfig) -> bool:
     """Return whether scores are means of logprobs."""
-    if isinstance(loss, SimPOLoss | ORPOLoss):
+    if isinstance(loss, offline.SimPOLoss | offline.ORPOLoss):
         return True
-    return not isinstance(loss, KTOLoss) and loss.average_logprobs
+    return not isinstance(loss, offline.KTOLoss) and loss.average_logprobs
 
 
 def trained(part: TokenBatch, *, single: bool, num: int | None = None) -> Bool[Tensor, "items"]:

@@ -9,7 +9,7 @@ from typing import Any
 from nemorl.checks import refuse_unused, require, warn
 from nemorl.data.datasets import load_rows, stream_rows, to_prompts
 from nemorl.data.lengths import limit_length, num_tokens
-from nemorl.data.rows import Places, Row, RowOrder, StreamedRows, first_of, for_rows, split_rows
+from nemorl.data.rows import Places, Row, StreamedRows, first_of, for_rows, split_rows
 from nemorl.data.sources import DataModule, has_splits, known_set, sources_of
 from nemorl.data.statistics import Lengths
 from nemorl.rollout.config import RolloutConfig
@@ -188,13 +188,3 @@ def within_limit(
         num_dropped=report.num_dropped,
     )
     return found, [rows[i] for i in report.kept], lengths
-
-
-def row_order(
-    config: BaseConfig, rows: Sequence[Any], *, weighted: bool = True
-) -> RowOrder | StreamedRows:
-    """Return the order in which training visits rows."""
-    if isinstance(rows, StreamedRows):
-        return rows
-    weights = config.data.weights if weighted else ()
-    return RowOrder.of(rows, weights=weights, seed=config.run.seed, shuffle=config.data.shuffle)

@@ -12,7 +12,7 @@ from torch import nn
 from nemorl.checks import at_least, require, warn
 from nemorl.data.batch import TokenBatch
 from nemorl.data.packing import segments_apart
-from nemorl.data.rows import Row
+from nemorl.data.rows import Row, RowOrder, StreamedRows
 from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
 from nemorl.losses.types import Metric, in_main_memory, merge
@@ -27,7 +27,7 @@ from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import ReceiptsConfig
-from nemorl.runtime.run.data import row_order, tokenised_prompts
+from nemorl.runtime.run.data import tokenised_prompts
 from nemorl.runtime.run.groups import Generation, GroupStream, Progress, PromptStream, RowStream
 from nemorl.runtime.run.launch import Launch
 from nemorl.runtime.run.parts import Backends, Parts, live_parts, other_setup, require_length
@@ -188,7 +188,11 @@ class Run(Generic[Config]):
 
     def order(self, rows: Sequence[Any], *, name: str = "train") -> RowStream:
         """Return the seeded order of rows; its place is saved under `name`."""
-        order = row_order(self.config, rows, weighted=name == "train")
+        order: Any = rows
+        if not isinstance(rows, StreamedRows):
+            data, seed = self.config.data, self.config.run.seed
+            weights = data.weights if name == "train" else ()
+            order = RowOrder.of(rows, weights=weights, seed=seed, shuffle=data.shuffle)
         self.num_rows[name] = order.num_rows
         return RowStream(self._loaded, order, name)
 

@@ -19,7 +19,7 @@ from nemorl.models.hub import check_supported, check_vocabulary, model_folder
 from nemorl.models.source import ModelSource
 from nemorl.parallel.backend import TrainingBackend
 from nemorl.parallel.backends import check_training, limits_of
-from nemorl.parallel.config import BackendConfig, OptimizerConfig, ProfileConfig
+from nemorl.parallel.config import BackendConfig, OptimizerConfig
 from nemorl.parallel.measure import profile_folder
 from nemorl.parallel.planner.sharing import Sharing
 from nemorl.parallel.proving import proved_now
@@ -124,12 +124,22 @@ class Backends:
 
     def policy(self, num_updates: int | None) -> TrainingBackend:
         launch, config = self.launch, self.launch.config
-        keep = keeps_reference(config)
+        keep, profile = keeps_reference(config), config.profile
+        if profile.span is not None:
+            require(
+                num_updates is None or profile.span[0] <= num_updates,
+                "profile.steps",
+                f"must begin within the {num_updates} optimizer steps of the run",
+                profile.steps,
+                "name earlier steps",
+            )
+            profile = replace(profile, dir=profile.dir or str(launch.directory.path / "profile"))
+            profile_folder(profile)
         setup = replace(
             base_setup(self, num_updates),
             head=config.head,
             lora=config.lora,
-            profile=profile_config(launch, num_updates=num_updates),
+            profile=profile,
             keep_reference=keep,
             same_initial_model_as=self.saved_policy if keep else None,
         )
@@ -450,23 +460,6 @@ def ranks_of(launch: Launch, name: str = "") -> Any:
     logs = launch.directory.path / "logs" / name
     engines = None if name else launch.config.generation
     return make_trainer(launch.config, make, launch.devices.plan, logs, engines)
-
-
-def profile_config(launch: Launch, *, num_updates: int | None) -> ProfileConfig:
-    """Return what is profiled, in profile/ of the run by default."""
-    profile = launch.config.profile
-    if profile.span is None:
-        return profile
-    require(
-        num_updates is None or profile.span[0] <= num_updates,
-        "profile.steps",
-        f"must begin within the {num_updates} optimizer steps of the run",
-        profile.steps,
-        "name earlier steps",
-    )
-    profile = replace(profile, dir=profile.dir or str(launch.directory.path / "profile"))
-    profile_folder(profile)
-    return profile
 
 
 def _check_sampling(config: BaseConfig, *, generates: bool) -> None:

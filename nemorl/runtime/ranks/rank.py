@@ -61,12 +61,10 @@ class Rank:
     def step(self) -> int:
         return int(getattr(self._backends.get(self._name), "step", 0))
 
-    def perform(
-        self, method: str, args: tuple, kwargs: Mapping[str, Any], fetch: Fetch | None = None
-    ) -> RankAnswer:
-        """Do one call; an error is part of the answer, with its traceback in the log."""
+    def perform(self, *call: Any) -> RankAnswer:
+        """`do` one call; an error is part of the answer, with its traceback in the log."""
         try:
-            return RankAnswer(self.do(method, args, kwargs, fetch), None, self.step)
+            return RankAnswer(self.do(*call), None, self.step)
         except BaseException as error:
             return self.refuse(error)
 
@@ -268,11 +266,9 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
             dist.barrier(done)
 
 
-def _in_background(
-    group: dist.ProcessGroup, rank: Rank, method: str, args: Any, kwargs: Any
-) -> RankAnswer:
+def _in_background(group: dist.ProcessGroup, rank: Rank, *call: Any) -> RankAnswer:
     """Do a call in the background; the answer has the error of any rank."""
-    own = rank.perform(method, args, kwargs)
+    own = rank.perform(*call)
     errors: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, own.error, group=group)
     return replace(own, error=next(filter(None, errors), None))

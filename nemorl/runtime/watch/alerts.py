@@ -22,9 +22,7 @@ class SignalWatch(Callback):
     all of `REJECTED_STEPS`.
     """
 
-    def __init__(self) -> None:
-        self.silent = 0
-        self.rejected = 0
+    silent = rejected = 0
 
     def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._warn(step, metrics)

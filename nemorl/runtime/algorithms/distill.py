@@ -22,9 +22,11 @@ def distill(run: Run[DistillConfig]) -> None:
     config, count = run.config, run.config.num_prompts_per_step
     loss_weights, loss_fn = make_loss_weights(config), make_loss(config)
     advantages, several = make_advantages(config), config.updates_per_step > 1
-    answered = [row for row in run.validation_rows if row.get("answer") is not None]
-    validate = run.questions(answered)
-    judge_nothing(run)
+    validate = run.questions([r for r in run.validation_rows if r.get("answer") is not None])
+    asks = config.rollout.environment or config.rollout.agent or config.reward_coef
+    asks = asks or config.reward != DistillConfig.reward
+    if not asks and all(row.get("answer") is None for row in first_of(run.rows)):
+        run.environment = make_environment(unjudged)  # as nothing asks for rewards
     with open_teachers(run) as teach:
         if config.on_policy:
             prompts = run.prompts()
@@ -52,16 +54,3 @@ def distill(run: Run[DistillConfig]) -> None:
                 weights = loss_weights(part.loss_mask, groups[some])
                 if part.loss_mask.any():
                     step.train(replace(part, loss_weights=weights), loss_fn)
-
-
-def judge_nothing(run: Run[DistillConfig]) -> None:
-    """Have no rewards where nothing asks for them and no row has an answer."""
-    config, rows = run.config, first_of(run.rows)
-    asks = (
-        config.reward_coef
-        or config.rollout.environment
-        or config.rollout.agent
-        or config.reward != DistillConfig.reward
-    )
-    if not asks and all(row.get("answer") is None for row in rows):
-        run.environment = make_environment(unjudged)

@@ -12,7 +12,7 @@ from nemorl.data.batch import TokenBatch, take
 from nemorl.losses import advantages as adv
 from nemorl.losses.types import LossOutput, Needs, finalize, mean_of, needs
 from nemorl.losses.value import explained_variance, value_loss
-from nemorl.models.hub import load_tokenizer, model_folder, reader, require_same_tokens
+from nemorl.models import hub
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.runtime.algorithms import policy_loss, responses
 from nemorl.runtime.config.ppo import GAEAdvantage, PPOConfig
@@ -24,7 +24,11 @@ def ppo(run: Run[PPOConfig]) -> None:
     """Sample responses, and train a policy and its critic on them."""
     config, of_critic, prompts = run.config, run.config.critic, run.prompts()
     if of_critic.model is not None:
-        check_critic(run, of_critic.model)
+        trust = config.model.trust_remote_code
+        folder = hub.model_folder(of_critic.model, field="critic.model")
+        if not Path(folder).is_dir() or any(Path(folder).glob("tokenizer*")):
+            theirs = hub.reader(hub.load_tokenizer(folder, trust_remote_code=trust))
+            hub.require_same_tokens("critic.model", run.tokenizer, theirs)
     critic = run.backend(
         "critic",
         model=of_critic.model,
@@ -66,15 +70,6 @@ def ppo(run: Run[PPOConfig]) -> None:
         updated = run.trainer.step > version
         found = responses.measurements(run, step, rollouts, shaping, updated=updated)
         step.log(beside(own, found), samples=shown)
-
-
-def check_critic(run: Run[PPOConfig], model: str) -> None:
-    """Refuse a critic whose folder has another tokenizer than the policy's."""
-    folder, trust = model_folder(model, field="critic.model"), run.config.model.trust_remote_code
-    if Path(folder).is_dir() and not any(Path(folder).glob("tokenizer*")):
-        return
-    theirs = reader(load_tokenizer(folder, trust_remote_code=trust))
-    require_same_tokens("critic.model", run.tokenizer, theirs)
 
 
 def estimated(

@@ -257,11 +257,15 @@ def other_setup(
     if model is not None:
         path = "" if isinstance(model, nn.Module) else model_folder(str(model))
         base = replace(base, model=replace(base.model, path=path, from_scratch=False))
-    options: Any = {"router_aux_loss_coef": 0.0, "router_bias_update_rate": 0.0}
     as_policy = model is None and not trains and head == "lm"
     config = replace(
         base,
-        trainer=replace(base.trainer, router_replay=False, **options),
+        trainer=replace(
+            base.trainer,
+            router_replay=False,
+            router_aux_loss_coef=0.0,
+            router_bias_update_rate=0.0,
+        ),
         head=head,
         trains=trains,
         optimizer=(optimizer or settings.optimizer) if trains else OptimizerConfig(),

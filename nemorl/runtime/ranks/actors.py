@@ -131,11 +131,7 @@ class RayRanks:
             read=loads,
             failed=lambda answer: answer.error,
         )
-        return self._agreed(answers, phase, background)
 
-    def _agreed(
-        self, answers: Mapping[int, RankAnswer], phase: str, background: bool
-    ) -> RankAnswer:
         errors = {rank: one.error for rank, one in sorted(answers.items()) if one.error}
         steps = {answer.step for answer in answers.values()}
         # In the background some ranks answer before an optimizer step and others after it.

@@ -105,7 +105,6 @@ class GroupStream:
         """By ordinal: streamed rows can't be read twice."""
         self._ended: dict[int, list[Conversation]] = {}
         self._failed: BaseException | None = None
-        """What ended the sampling."""
 
     def next(self, count: int, generator: GenerationBackend) -> Rollouts:
         """Return the responses to the next `count` prompts, which the present step trains on.

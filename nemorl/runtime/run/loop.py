@@ -511,8 +511,6 @@ class Step:
 
 
 class Steps(Iterator[Step]):
-    """The iterator of a training loop."""
-
     def __init__(self, run: Run[BaseConfig], last_step: int, validate: Validate | None) -> None:
         self.run, self.last_step, self.validate = run, last_step, validate
         self.step: Step | None = None

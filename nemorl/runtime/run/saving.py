@@ -62,7 +62,6 @@ class TrainResult:
 
 
 SHOWN = ("reward", "val_reward", "accuracy", "val_accuracy", "loss", "val_loss")
-"""The metrics that a result shows of itself."""
 
 
 def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -331,7 +331,7 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 STEP: dict[str, Callable[[Any], bool]] = {"step": lambda each: type(each) is int and each >= 0}
 METRICS = {**STEP, "time": is_number, "phase": get_args(Phase).__contains__}
-"""The fields of each line of metrics.jsonl."""
+
 STEP_LINE = re.compile(rb'\{"step": (\d+)[,}]')
 
 

@@ -206,7 +206,7 @@ COLORED = {
     "logprobs": "surprise",
     "trainer_logprobs": "gap to the trainer",
 }
-"""What tokens can be colored by."""
+
 HERE = Path(__file__).parent / "page"
 MOST_POINTS = 1000
 ENGINES = {

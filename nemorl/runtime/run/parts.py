@@ -4,16 +4,17 @@ import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from nemorl.checks import require, warn
-from nemorl.data.statistics import Lengths
+from nemorl.data.statistics import Lengths, length_statistics
 from nemorl.models.capabilities import Proofs, known
 from nemorl.models.hub import check_supported, check_vocabulary, model_folder
 from nemorl.models.source import ModelSource
@@ -37,7 +38,7 @@ from nemorl.runtime.run.launch import Launch, changes, generation_config, kept, 
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.files import writing
 from nemorl.runtime.store.state import POLICY, LoopState
-from nemorl.runtime.watch.display import show_lengths
+from nemorl.runtime.watch.display import print_lengths
 from nemorl.runtime.watch.log import event, waiting, waiting_for_engines, waiting_for_ranks
 
 if TYPE_CHECKING:  # a small backend lacks methods, and raises AttributeError for them
@@ -181,9 +182,9 @@ class Backends:
         config = proved(self.launch, config, given)
         loading = waiting(f"loading {name}", quiet=self.launch.quiet)
         own.enter_context(set_up(backend, config, loading))
-        generators.restore()
         if config.trains and live is not None and live.resumed_from is not None:
             checkpoint.load_backend(live.resumed_from, name, backend)
+        generators.restore()
         if self.schedule == "constant":
             self.schedule = config.optimizer.schedule
         (self.trained if config.trains else self.frozen)[name] = backend
@@ -337,7 +338,10 @@ def live_parts(
     launch, generates = backends.launch, backends.generates
     config, directory = launch.config, launch.directory
     _check_sampling(config, generates=generates)
-    statistics = show_lengths(lengths, quiet=launch.quiet)
+    found = {name: length_statistics(given) for name, given in lengths.items()}
+    statistics = {name: each for name, each in found.items() if each.count or each.num_dropped}
+    if statistics and not launch.quiet:
+        print_lengths(Console(highlight=False), statistics)
     engines, sharing = backends.engines, backends.sharing
     if engines is not None:
         launch.devices.check_cluster(engines)
@@ -368,7 +372,7 @@ def live_parts(
     state, resumed_from = resumed(launch, trainer)
     with writing("the tokenizer", directory.path / "tokenizer"):
         launch.tokenizer.save_pretrained(directory.path / "tokenizer")
-    directory.write_data(statistics)
+    directory.write_data({name: asdict(each) for name, each in statistics.items()})
     if generator is not None:
         if in_turns:
             backends.make_room([trainer], keep_weights=shared)
@@ -512,8 +516,6 @@ def smallest_gpu(launch: Launch) -> int | None:
 def show(found: object, *, quiet: bool) -> None:
     """Print what was chosen."""
     if not quiet:
-        from rich.console import Console
-
         Console(highlight=False).print(str(found))
 
 

@@ -283,7 +283,7 @@ def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
 
 
 def load_backend(path: Path, name: str, backend: TrainingBackend) -> None:
-    """Restore the backend `name` from a checkpoint, but no random generator."""
+    """Restore the backend `name` from a checkpoint."""
     names = backends_of(path)
     require(
         name in names,
@@ -292,10 +292,8 @@ def load_backend(path: Path, name: str, backend: TrainingBackend) -> None:
         name,
         "begin a new run with it (--run.dir)",
     )
-    generators = RandomState.now()
     with _as_checkpoint_error(path):
         backend.load_checkpoint(path / name)
-    generators.restore()
 
 
 def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:

@@ -4,7 +4,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
+from nemorl.data.statistics import LengthStatistics
 from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.metrics import LABELS, duration, headline, number, thin
@@ -298,15 +297,6 @@ class NotebookDisplay(LiveDisplay):
         if self.handle is not None:
             self.handle.update(self.render())
             self.handle = None
-
-
-def show_lengths(lengths: Mapping[str, Lengths], *, quiet: bool) -> dict[str, Any]:
-    """Print the lengths of a run's data sets, and return the contents of data.json."""
-    found = {name: length_statistics(given) for name, given in lengths.items()}
-    statistics = {name: s for name, s in found.items() if s.count or s.num_dropped}
-    if statistics and not quiet:
-        print_lengths(Console(highlight=False), statistics)
-    return {name: asdict(s) for name, s in statistics.items()}
 
 
 def print_lengths(console: Console, statistics: Mapping[str, LengthStatistics]) -> None:

@@ -169,8 +169,7 @@ class WandbLogger:
         self.last_table = -float("inf")
 
     def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        named = {f"{phase}/{name}": value for name, value in metrics.items()}
-        self.run.log({"step": step, **named})
+        self.run.log({"step": step} | {f"{phase}/{name}": x for name, x in metrics.items()})
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         import wandb

@@ -132,12 +132,6 @@ def sample_data(run: Gathered) -> dict[str, Any]:
     return {"name": run.name, "steps": steps, "most": most}
 
 
-def _modes(*runs: Gathered) -> dict[str, str]:
-    lines = chain(*chain(*(run.samples.values() for run in runs)))
-    known = {key for line in lines if line.get("pieces") for key in line if line[key]}
-    return {key: name for key, name in COLORED.items() if key in known}
-
-
 def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: text(sample[name]) for name in TEXTS if sample.get(name) is not None
@@ -200,12 +194,6 @@ def text(value: Any) -> str:
         return "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in turns)
     return "" if value is None else str(value)
 
-
-COLORED = {
-    "advantages": "advantage",
-    "logprobs": "surprise",
-    "trainer_logprobs": "gap to the trainer",
-}
 
 HERE = Path(__file__).parent / "page"
 MOST_POINTS = 1000
@@ -282,6 +270,7 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
     by_name = {curve["metric"]: curve for curve in curves}
     shown = metrics.headline(*(line for run in runs for line in run.metrics))
     steps = sorted({step for run in runs for step in run.samples})
+    lines = chain(*chain(*(run.samples.values() for run in runs)))
     data = {
         "curves": [curve["data"] for curve in curves],
         "runs": [sample_data(run) for run in runs],
@@ -305,7 +294,7 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         calibration=calibration(runs[0]),
         tests=paired_tests(runs),
         groups=grouped(curves),
-        modes=_modes(*runs),
+        known={key for line in lines if line.get("pieces") for key in line if line[key]},
         statistics=runs[0].data,
         settings=_settings(runs[0].config),
         differences=_differences(runs),

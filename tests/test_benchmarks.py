@@ -23,7 +23,7 @@ def output(python: str | Path, name: str, *options: str, cwd: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in PEERS])
 def test_it_runs(name: str, tmp_path: Path):
-    engines = ("asynchrony", "conversations", "rollouts", "weight_sync")
+    engines = ("asynchrony", "conversations", "endpoint", "rollouts", "weight_sync")
     if name in engines and find_spec("vllm") is None:
         pytest.skip("needs vLLM")
     script = (FOLDER / f"{name}.py").read_text()

@@ -66,13 +66,6 @@ def members(rewards: PerResponse, group_id: ResponseIds) -> GroupStatistics:
     )
 
 
-def _others_equal(rewards: Tensor, group: GroupStatistics) -> Tensor:
-    """Whether the *other* members all have the same reward: none is not low, or none not high."""
-    unlike = ((rewards != end).to(rewards.dtype) for end in (group.low, group.high))
-    not_low, not_high = (group_sum(each, group.labels) - each for each in unlike)
-    return (not_low == 0) | (not_high == 0)
-
-
 def _baseline(
     rewards: Tensor,
     group: GroupStatistics,
@@ -108,7 +101,10 @@ def _scale(
         squares = group.squares - group.centred.square() * group.size / (group.size - 1).clamp(
             min=1
         )
-        count, flat = group.size - 1, _others_equal(rewards, group)
+        # The *others* are all equal where none is not low, or none not high.
+        unlike = ((rewards != end).to(rewards.dtype) for end in (group.low, group.high))
+        not_low, not_high = (group_sum(each, group.labels) - each for each in unlike)
+        count, flat = group.size - 1, (not_low == 0) | (not_high == 0)
     else:
         members = group if name == "group_std" else everything
         squares, count, flat = members.squares, members.size, members.low == members.high
@@ -162,11 +158,8 @@ def advantages(
     group, everything = members(exact, group_id), members(exact, torch.zeros_like(group_id))
     difference = exact - _baseline(exact, group, everything, baseline, lengths, greedy_rewards)
     result = difference / _scale(exact, group, everything, scale, ddof)
-    if baseline in ("group_mean", "leave_one_out", "length_weighted") or scale in (
-        "group_std",
-        "leave_one_out_std",
-        "group_mean",
-    ):
+    of_groups = {"group_mean", "leave_one_out", "length_weighted", "group_std", "leave_one_out_std"}
+    if of_groups & {baseline, scale}:
         result = torch.where(group.low == group.high, 0.0, result)
     if baseline == "batch_mean" or scale == "batch_std":
         result = torch.where(everything.low == everything.high, 0.0, result)
@@ -212,8 +205,13 @@ def overlong_penalty(
     >>> overlong_penalty(lengths, max_length=100, buffer=20).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
     """
-    limit = f"use 1 to max_length = {max_length}"
-    require(0 < buffer <= max_length, "buffer", "must be from 1 to max_length", buffer, limit)
+    require(
+        0 < buffer <= max_length,
+        "buffer",
+        "must be from 1 to max_length",
+        buffer,
+        f"use 1 to max_length = {max_length}",
+    )
     at_least(0, penalty=penalty)
     over = (lengths - (max_length - buffer)).clamp(0, buffer)
     return 0.0 - over / buffer * penalty

@@ -53,7 +53,7 @@ def kl(
     require_one_of("gradient", gradient, GRADIENTS)
     if (gradient == "importance") != (generation_logprobs is not None):
         raise ValueError(
-            f"generation_logprobs must be given with gradient='importance' and no other, but"
+            "generation_logprobs must be given with gradient='importance' and no other, but"
             f" gradient is {gradient!r}: pass both or neither"
         )
     logprobs = masked(loss_mask, token_logprobs)

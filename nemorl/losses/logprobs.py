@@ -546,9 +546,13 @@ def flat_linear_logprobs(
     """
     at_least(1, chunk=chunk)
     vocabulary = len(weight) * (1 if group is None else dist.get_world_size(group))
-    remedy = "ask for fewer tokens, or 0 for none"
-    requirement = f"must be from 0 to the vocabulary's {vocabulary}"
-    require(0 <= top_k <= vocabulary, "top_k", requirement, top_k, remedy)
+    require(
+        0 <= top_k <= vocabulary,
+        "top_k",
+        f"must be from 0 to the vocabulary's {vocabulary}",
+        top_k,
+        "ask for fewer tokens, or 0 for none",
+    )
     device = states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
     options = (group, kind, chunk, dtype, with_entropy, softcap, top_k)

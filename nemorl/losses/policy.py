@@ -90,8 +90,7 @@ def clipped(
     A = masked(mask, advantages.detach())
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     ratio = bounded_exp(log_ratio)
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = torch.maximum(-A * ratio, -A * clipped_ratio)
+    losses = torch.maximum(-A * ratio, -A * ratio.clamp(1 - clip_low, 1 + clip_high))
     fractions = {
         "clip_fraction_low": (A < 0) & (ratio < 1 - clip_low),
         "clip_fraction_high": (A > 0) & (ratio > 1 + clip_high),
@@ -136,10 +135,9 @@ def gspo(
     """
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
-    averaged = log_ratio.detach() if token_gradient else log_ratio
-    log_s = masked(mask, segment_mean(averaged, mask, segment_ids))
+    log_s = masked(mask, segment_mean(log_ratio, mask, segment_ids))
     if token_gradient:
-        log_s = log_s + _zero_with_gradient(token_logprobs, mask)
+        log_s = log_s.detach() + _zero_with_gradient(token_logprobs, mask)
     output = clipped(
         log_s,
         torch.zeros_like(log_s),

@@ -197,8 +197,7 @@ def hinge(
     """
     chosen = _reward(policy_chosen, reference_chosen, pair_weights, beta)
     rejected = _reward(policy_rejected, reference_rejected, pair_weights, beta)
-    losses = (1 - (chosen - rejected)).relu()
-    return _of_pairs(losses, chosen, rejected, pair_weights)
+    return _of_pairs((1 - (chosen - rejected)).relu(), chosen, rejected, pair_weights)
 
 
 def simpo(

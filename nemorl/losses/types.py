@@ -52,11 +52,20 @@ class Needs:
     def __post_init__(self) -> None:
         for name in ("entropy", "top_k", "targets"):
             value = getattr(self, name)
-            remedy = "a scalar head has no distribution of tokens"
-            requirement = "can't be given together with values"
-            require(not (value and self.values), f"needs.{name}", requirement, value, remedy)
-        requirement, remedy = "must be a number of tokens, at least 0", "0 asks for none"
-        require(self.top_k >= 0, "needs.top_k", requirement, self.top_k, remedy)
+            require(
+                not (value and self.values),
+                f"needs.{name}",
+                "can't be given together with values",
+                value,
+                "a scalar head has no distribution of tokens",
+            )
+        require(
+            self.top_k >= 0,
+            "needs.top_k",
+            "must be a number of tokens, at least 0",
+            self.top_k,
+            "0 asks for none",
+        )
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -407,8 +416,7 @@ def weighted_sum(loss_weights: Float[Tensor, "*shape"], losses: Float[Tensor, "*
     >>> weighted_sum(torch.tensor([0.5, 0.0]), torch.tensor([2.0, float("inf")]))
     tensor(1.)
     """
-    mask = loss_weights != 0
-    return (at_least_float32(loss_weights) * masked(mask, losses)).sum()
+    return (at_least_float32(loss_weights) * masked(loss_weights != 0, losses)).sum()
 
 
 def mean_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Mean:

@@ -161,7 +161,7 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
-        return int((self.segment_ids > 0).sum())
+        return int(self.lengths.sum())
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -282,13 +282,11 @@ def check_targets(batch: TokenBatch, *, vocab_size: int = 2**31) -> None:
         if name == "target_ids":
             fits, must = shape[:2] == real.shape and len(shape) < 4, "must be [batch, seq(, k)]"
         require(fits, name, must, shape, f"target_ids are {own}, input_ids {tuple(real.shape)}")
-        free, width = FREE.get(name, 0), (1,) * (values.ndim - 2)
-        on_padding = (values == free) | real.view(*real.shape, *width)
-        every(on_padding, f"must be {free} on padding", "give it no targets")
+        free, here = FREE.get(name, 0), real.view(*real.shape, *[1] * (values.ndim - 2))
+        every((values == free) | here, f"must be {free} on padding", "give it no targets")
         if name == "target_ids":
-            last = vocab_size - 1
-            known = (values >= 0) & (values <= last)
-            every(known, f"must be a token id, 0 … {last}", "use the model's tokenizer")
+            must = f"must be a token id, 0 … {vocab_size - 1}"
+            every((values >= 0) & (values < vocab_size), must, "use the model's tokenizer")
         elif name == "target_weights":
             every((values >= 0) & (values < math.inf), "must be 0 or more", "give probabilities")
             one = (values.float().sum(-1) - 1).abs() < 1e-3
@@ -319,11 +317,9 @@ def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
     """
     longest = int(extents(batch).max()) if len(batch) else 0
     added = round_up(max(longest, 1), multiple_of) - batch.input_ids.shape[1]
-
-    def widened(values: Tensor, free: float) -> Tensor:
-        return pad_tensor(values, (0, 0) * (values.ndim - 2) + (0, added), value=free)
-
-    return each_array(batch, widened)
+    return each_array(
+        batch, lambda x, free: pad_tensor(x, (0, 0) * (x.ndim - 2) + (0, added), value=free)
+    )
 
 
 def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:

@@ -183,8 +183,7 @@ def stream_rows(
     >>> rows[0]["prompt"], rows[1]["prompt"]  # of the next epoch
     ('1+1=', '1+1=')
     """
-    shards = shards_of(source, split)
-    read = partial(shuffled, shards, seed=seed, shuffle_buffer=shuffle_buffer)
+    read = partial(shuffled, shards_of(source, split), seed=seed, shuffle_buffer=shuffle_buffer)
     return StreamedRows(Places(read), _completer(sources_of(source), **reading))
 
 

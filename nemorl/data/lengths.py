@@ -87,11 +87,9 @@ def num_tokens(item: Any) -> int:
 
 
 def _all_tokens(item: Any) -> int:
-    return (
-        item.chosen.num_tokens + item.rejected.num_tokens
-        if isinstance(item, Pair)
-        else num_tokens(item)
-    )
+    if isinstance(item, Pair):
+        return item.chosen.num_tokens + item.rejected.num_tokens
+    return num_tokens(item)
 
 
 def _truncated(item: Any, max_length: int) -> Any:

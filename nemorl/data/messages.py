@@ -68,7 +68,7 @@ def tokenize_messages(
             "messages must hold a non-empty assistant message: no token would be trained on"
         )
     first = loss_mask.index(True)
-    response_mask = [False] * first + [True] * (len(ids) - first)
+    response_mask = [number >= first for number in range(len(ids))]
     return Example(input_ids=ids, loss_mask=loss_mask, response_mask=response_mask)
 
 

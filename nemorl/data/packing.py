@@ -44,8 +44,7 @@ def pack_plan(
     require_room("capacity", capacity, sizes)
     if units is not None and len(fitting := _fitting(units, sizes, capacity)) >= num_rows_multiple:
         totals = [sum(sizes[index] for index in unit) for unit in fitting]
-        plan = pack_plan(totals, capacity, num_rows_multiple=num_rows_multiple)
-        return rows_of(plan, fitting)
+        return rows_of(pack_plan(totals, capacity, num_rows_multiple=num_rows_multiple), fitting)
     rows = _with_multiple(best_fit_decreasing(sizes, capacity), sizes, num_rows_multiple)
     empty = [index for index, size in enumerate(sizes) if not size]
     if empty:  # sequences without a token go anywhere
@@ -100,8 +99,9 @@ def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
     counts = num_segments(batch.segment_ids).cpu().numpy()
     before = torch.from_numpy(_layout(plan, counts).starts).to(real.device)
     numbered = replace(batch, segment_ids=torch.where(real, batch.segment_ids + before[:, None], 0))
-    shape = (len(plan), width)
-    return each_array(numbered, lambda x, free: _move(x, source, target, shape, free=free))
+    return each_array(
+        numbered, lambda x, free: _move(x, source, target, (len(plan), width), free=free)
+    )
 
 
 def segments_apart(batch: TokenBatch) -> tuple[TokenBatch, Plan]:
@@ -323,8 +323,8 @@ def split_microbatches(
     elif token_budget is not None and rows is None:
         lengths = extents(batch).tolist()
         require_room("token_budget", token_budget, lengths, "row")
-        alone = tuple((row,) for row in range(len(batch)))
-        plan = list(_by_padded_tokens(lengths, token_budget, alone if units is None else units))
+        units = tuple((row,) for row in range(len(batch))) if units is None else units
+        plan = list(_by_padded_tokens(lengths, token_budget, units))
     else:
         raise ValueError(f"give one of rows ({rows}) and token_budget ({token_budget})")
     return _halved(plan, min_microbatches)

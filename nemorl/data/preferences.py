@@ -11,9 +11,6 @@ from nemorl.data.datasets import answered, are_mappings, as_messages, prompt_of,
 from nemorl.data.example import Example
 from nemorl.data.rows import Row, for_rows, origin_of
 
-VERDICTS = {"true": True, "false": False, "1": True, "0": False}
-"""Labels as text."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
@@ -94,8 +91,11 @@ def _expanded(rows: Sequence[Mapping[str, Any]], parts: Any) -> list[Row]:
         with_standard_names(Row(row, origin=origin_of(row, n), source=getattr(row, "source", 0)))
         for n, row in enumerate(rows)
     ]
-    found = for_rows(placed, parts)
-    return [row.but(**part) for row, own in zip(placed, found, strict=True) for part in own]
+    return [
+        row.but(**part)
+        for row, own in zip(placed, for_rows(placed, parts), strict=True)
+        for part in own
+    ]
 
 
 def _verdicts(row: Row) -> list[dict[str, Any]]:
@@ -105,7 +105,8 @@ def _verdicts(row: Row) -> list[dict[str, Any]]:
             for pair in _pairs(row)
             for side in ("chosen", "rejected")
         ]
-    label = VERDICTS.get(str(row["label"]).strip().lower())
+    labels = {"true": True, "false": False, "1": True, "0": False}
+    label = labels.get(str(row["label"]).strip().lower())
     if label is None:
         raise ValueError(
             f"label must be true or false, got {row['label']!r} (data.label_column names another"

@@ -295,8 +295,8 @@ class RowOrder:
         ):
             mine = sets[begin:end] == number
             cursor = block * quota + int((sets[:begin] == number).sum())
-            visits = self._visits(size, cursor, int(mine.sum()), number + 1)
-            rows[mine] = [first + row for row in visits]
+            rows[mine] = self._visits(size, cursor, int(mine.sum()), number + 1)
+            rows[mine] += first
         return rows.tolist()
 
     def _visits(self, size: int, cursor: int, count: int, stream: int = 0) -> list[int]:

@@ -169,8 +169,9 @@ def task_of(name: str, **settings: Any) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        needs = f"{PREFIX}{name} needs reasoning-gym ({error})"
-        raise ImportError(f"{needs}: pip install reasoning-gym") from error
+        raise ImportError(
+            f"{PREFIX}{name} needs reasoning-gym ({error}): pip install reasoning-gym"
+        ) from error
     task, _, given = name.partition("?")
     remedy = f"see reasoning_gym.factory.DATASETS{closest(task, DATASETS)}"
     require(task in DATASETS, "task", "must be one of reasoning-gym's", task, remedy)
@@ -185,7 +186,7 @@ def _generated(source: str, split: str) -> list[dict[str, Any]]:
     task = task_of(name := source.removeprefix(PREFIX))
     if split == "validation":
         task = task_of(name, seed=task.seed + APART)
-    rows = (task[number] for number in range(len(task)))
+    rows = map(task.__getitem__, range(len(task)))
     return [{"prompt": row.pop("question"), "task": name, **row} for row in rows]
 
 
@@ -288,9 +289,11 @@ def first_rows(source: Any) -> list[list[Row]]:
     >>> first_rows([{"prompt": "1+1="}])  # no file
     []
     """
-    parts = [part for part in sources_of(source) if isinstance(part, str | Path)]
-    files = [part for part in map(Path, parts) if part.suffix in (".jsonl", ".csv")]
-    return [[*islice(Shard(file)(), FIRST)] for file in files]
+    return [
+        [*islice(Shard(part)(), FIRST)]
+        for part in sources_of(source)
+        if isinstance(part, str | Path) and Path(part).suffix in (".jsonl", ".csv")
+    ]
 
 
 def set_names(source: Any) -> list[str]:
@@ -319,8 +322,8 @@ def name_of(source: Any) -> str:
 
 
 def _is_source(part: Any) -> bool:
-    table = hasattr(part, "column_names")  # any other mapping is a row
-    return table or isinstance(part, str | Path | list | tuple | DataModule)
+    # any other mapping is a row
+    return hasattr(part, "column_names") or isinstance(part, str | Path | list | tuple | DataModule)
 
 
 def _is_task(source: Any) -> bool:
@@ -333,8 +336,8 @@ def _is_set(source: Any) -> bool:
 
 def _read(source: Any, split: str, data_files: Any) -> Iterator[Placed]:
     if _is_set(source):
-        data = _load_dataset(source, split, data_files)
-        return _numbered(_named(data, split, source), f"{source}, ")
+        data = _named(_load_dataset(source, split, data_files), split, source)
+        return _numbered(data, f"{source}, ")
     if data_files is not None:
         raise ValueError(
             "data_files chooses files on the hub or in a folder, but the source is"
@@ -382,9 +385,7 @@ def _load_dataset(
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     path = Path(source)
-    if path.is_dir() and any(
-        (path / name).exists() for name in ("state.json", "dataset_dict.json")
-    ):
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         return datasets.load_from_disk(str(path))
     if path.is_file():
         raise ValueError(f"{str(path)!r} must be a {', '.join(READERS)} file: convert it")

@@ -82,6 +82,10 @@ def length_statistics(lengths: Lengths) -> LengthStatistics:
     """
     tokens = np.asarray(lengths.tokens, dtype=np.int64)
     total, longest = int(tokens.sum()), int(tokens.max(initial=0))
+    sample = tokens[:: max(1, -(-len(tokens) // SAMPLE))]
+    rows = len(best_fit_decreasing(sample.tolist(), longest))
+    width = max(1, -(-longest // 10))
+    counts, edges = np.histogram(tokens - 1, np.arange(0, longest + width, width))
     return LengthStatistics(
         count=len(tokens),
         total_tokens=total,
@@ -93,21 +97,9 @@ def length_statistics(lengths: Lengths) -> LengthStatistics:
         num_truncated=lengths.num_truncated,
         num_dropped=lengths.num_dropped,
         padded_fill=total / (len(tokens) * longest) if total else 0.0,
-        packed_fill=_packed_fill(tokens, longest),
+        packed_fill=int(sample.sum()) / (rows * longest) if rows else 0.0,
         num_over_limit=int((tokens > lengths.limit).sum())
         + lengths.num_truncated
         + lengths.num_dropped,
-        histogram=_histogram(tokens, longest),
+        histogram=tuple(zip(edges[1:].tolist(), counts.tolist(), strict=True)),
     )
-
-
-def _packed_fill(tokens: np.ndarray, capacity: int) -> float:
-    sample = tokens[:: max(1, -(-len(tokens) // SAMPLE))]
-    rows = len(best_fit_decreasing(sample.tolist(), capacity))
-    return int(sample.sum()) / (rows * capacity) if rows else 0.0
-
-
-def _histogram(tokens: np.ndarray, longest: int) -> tuple[tuple[int, int], ...]:
-    width = max(1, -(-longest // 10))
-    counts, edges = np.histogram(tokens - 1, np.arange(0, longest + width, width))
-    return tuple(zip(edges[1:].tolist(), counts.tolist(), strict=True))

@@ -336,8 +336,7 @@ def _visited(message: Message, number: int, past: bool, visit: Callable) -> Mess
 def _marked(value: Any, mark: str) -> Any:
     """Return the value with the mark behind each text but ids and types, which are compared."""
     if isinstance(value, Mapping):
-        compared = ("id", "type")
-        return {k: each if k in compared else _marked(each, mark) for k, each in value.items()}
+        return {k: x if k in ("id", "type") else _marked(x, mark) for k, x in value.items()}
     if isinstance(value, list | tuple):
         return [_marked(each, mark) for each in value]
     return value + mark if isinstance(value, str) else value

@@ -1,7 +1,5 @@
 """PEFT adapters in a model: which layers have them, and how they are merged into the weights."""
 
-from __future__ import annotations
-
 import json
 import logging
 import types
@@ -73,9 +71,9 @@ def dequantize_layers(model: nn.Module) -> None:
     """Replace each layer in 4 bits by a plain one that computes the same, in place."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and is_quantized(layer.weight):
-            weight: Any = layer.weight
             plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-            plain.weight = nn.Parameter(dequantized(weight, weight.data), requires_grad=False)
+            weight = dequantized(layer.weight, layer.weight.data)
+            plain.weight = nn.Parameter(weight, requires_grad=False)
             plain.bias = layer.bias
             model.set_submodule(name, plain)
 
@@ -157,19 +155,21 @@ def merged_tensors(
         value = present(tensor.detach())
         if is_quantized(tensor):
             value = dequantized(tensor, value)
-        value = full_tensor(value if merges or dtype is None else value.to(dtype))
+        value = full_tensor(value if merges else value.to(dtype=dtype))
         if merges:
             layer = layers[owner]
             for adapter in layer.active_adapters:
-                pair = (part[adapter].weight for part in (layer.lora_A, layer.lora_B))
-                a, b = (full_tensor(present(matrix.detach())) for matrix in pair)
+                a, b = (
+                    full_tensor(present(part[adapter].weight.detach()))
+                    for part in (layer.lora_A, layer.lora_B)
+                )
                 value = value + layer.scaling[adapter] * (b @ a)
-        yield f"{owner}.{leaf}" if adapted else name, value if dtype is None else value.to(dtype)
+        yield f"{owner}.{leaf}" if adapted else name, value.to(dtype=dtype)
     for owner, layer in layers.items() if adapters != "merged" else ():
         for adapter in layer.active_adapters:
             for part, scale in (("lora_A", 1.0), ("lora_B", layer.scaling[adapter])):
                 value = full_tensor(present(getattr(layer, part)[adapter].weight.detach())) * scale
-                yield f"{PREFIX}{owner}.{part}.weight", value if dtype is None else value.to(dtype)
+                yield f"{PREFIX}{owner}.{part}.weight", value.to(dtype=dtype)
 
 
 def write_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -177,10 +177,14 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     rank = max(each.shape[0] for name, each in tensors.items() if ".lora_A." in name)
-    layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
-    targets = sorted({layer.rpartition(".")[2] for layer in layers})
-    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": targets}
-    values = {**settings, "r": rank, "lora_alpha": rank, "bias": "none"}
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in tensors}),
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+    }
     (folder / CONFIG).write_text(json.dumps(values), encoding="utf-8")
     save_file({name: each.contiguous() for name, each in tensors.items()}, folder / WEIGHTS)
 

@@ -85,8 +85,7 @@ def attend(
         return _explicit(query, key, value, mask, rule).transpose(1, 2).contiguous()
     if mask is not None and is_accelerator(query.device):
         # With a mask no kernel but cuDNN's takes heads in groups: memory would be quadratic.
-        group = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     output = scaled_dot_product_attention(
         query,
         key,
@@ -168,9 +167,13 @@ def rule_of(module: Any, options: Mapping[str, Any]) -> Rule:
         if field in Rule.__dataclass_fields__:
             found[field] = value
         elif name in UNSUPPORTED:
-            wanted = f"must be {' or '.join(map(str, UNSUPPORTED[name]))}"
-            fits = any(value is each for each in UNSUPPORTED[name])
-            require(fits, f"the attention's {name}", wanted, value, "take another model")
+            require(
+                any(value is each for each in UNSUPPORTED[name]),
+                f"the attention's {name}",
+                f"must be {' or '.join(map(str, UNSUPPORTED[name]))}",
+                value,
+                "take another model",
+            )
         elif name not in WITHOUT_EFFECT:
             raise TypeError(
                 f"the model's attention has a keyword {name!r} that is not supported here: take"

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -78,8 +77,9 @@ def load_causal_lm(
             # transformers would fill them with random numbers, and only warn.
             warn_of_unused(report.get("unexpected_keys", ()))
             if missing := sorted(report["missing_keys"] - set(SCORE * lacks_head)):
-                names = ", ".join(missing[:3])
-                raise ValueError(f"its weights lack {names}, {len(missing)} in all")
+                raise ValueError(
+                    f"its weights lack {', '.join(missing[:3])}, {len(missing)} in all"
+                )
     check_supported(model.config)
     if head == "scalar":
         model.config.architectures = [type(model).__name__]
@@ -109,8 +109,7 @@ def fresh_head(config: Any, *, seed: int) -> Mapping[str, torch.Tensor]:
     """Return the initial parameters of a scalar head, normally distributed."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(1, config.hidden_size, generator=generator)
-    deviation = getattr(config, "initializer_range", 0.02)
-    return dict.fromkeys(SCORE, deviation * weight)
+    return dict.fromkeys(SCORE, getattr(config, "initializer_range", 0.02) * weight)
 
 
 def on_meta(source: Any, *, trust_remote_code: bool = False, head: Head = "lm") -> Any:
@@ -151,8 +150,7 @@ def check_files(model: Any, stored: Shapes, wanted: Shapes) -> set[str]:
 
 def warn_of_unused(unused: Iterable[str]) -> None:
     if found := sorted(unused):
-        names = ", ".join(found[:3])
-        warn(f"the model does not use {names} of its files ({len(found)} in all)")
+        warn(f"the model does not use {', '.join(found[:3])} of its files ({len(found)} in all)")
 
 
 def refuse_other_head(unused: Iterable[str], head: Head) -> None:
@@ -229,13 +227,15 @@ def head_of(model: Any) -> Any:
 
 def require_head(model: nn.Module, head: Head) -> None:
     """Raise ValueError unless a given model has this head; name its class in its configuration."""
-    wanted = "AutoModelForSequenceClassification with num_labels=1"
-    if head == "lm":
-        wanted = "AutoModelForCausalLM"
     has_bias = getattr(getattr(model, "score", None), "bias", None) is not None
-    fits = is_scalar(model) == (head == "scalar") and not has_bias
-    remedy = f"load it with transformers' {wanted}"
-    require(fits, "model", f"must have the head {head!r}", type(model).__name__, remedy)
+    scalar = "AutoModelForSequenceClassification with num_labels=1"
+    require(
+        is_scalar(model) == (head == "scalar") and not has_bias,
+        "model",
+        f"must have the head {head!r}",
+        type(model).__name__,
+        f"load it with transformers' {scalar if head == 'scalar' else 'AutoModelForCausalLM'}",
+    )
     if head == "scalar":  # transformers does so where it saves a model
         model.config.architectures = [type(model).__name__]  # type: ignore[union-attr]
 
@@ -295,15 +295,16 @@ class Given(TorchFunctionMode):
 
 def choosing(router: nn.Module, experts: Int[Tensor, "tokens topk"], total: int) -> Any:
     """Return the router's `forward` with `Given` experts, of `total` ones."""
-    return partial(_choose, router.forward, experts, total)
+    forward = router.forward
 
+    def choose(*args: Any, **options: Any) -> Any:
+        with Given(experts, total) as given:
+            found = forward(*args, **options)
+        if not given.taken:
+            raise RuntimeError(
+                "the sampler's experts can't be replayed: the model's router does not choose by"
+                " torch.topk over all experts; remove trainer.router_replay"
+            )
+        return found
 
-def _choose(forward: Any, experts: Tensor, total: int, *args: Any, **options: Any) -> Any:
-    with Given(experts, total) as given:
-        found = forward(*args, **options)
-    if not given.taken:
-        raise RuntimeError(
-            "the sampler's experts can't be replayed: the model's router does not choose by"
-            " torch.topk over all experts; remove trainer.router_replay"
-        )
-    return found
+    return choose

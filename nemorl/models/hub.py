@@ -11,8 +11,6 @@ from safetensors import SafetensorError
 
 from nemorl.checks import require
 
-PLAIN = (OSError, ValueError, SafetensorError)
-"""Errors that say what is wrong."""
 CONFIG, INDEX = "adapter_config.json", "model.safetensors.index.json"
 """Files of a folder with PEFT's adapters, and of one with a model in several files."""
 PIECES = "weights-*-of-*.safetensors"
@@ -29,16 +27,29 @@ def check_supported(config: Any) -> None:
     kind, quantized = config.model_type, getattr(config, "quantization_config", None)
     own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     others = [part for part in PARTS if getattr(config, part, None) is not None]
-    text = "take a text model, such as the text part of it saved by itself"
-    wanted = "must be of text alone"
-    require(not others, "the model", wanted, f"{kind} with {', '.join(others)}", text)
-    wanted, remedy = "must have a causal language model in transformers", "take another model"
-    require(kind in CAUSAL or own, "the model's type", wanted, kind, remedy)
+    require(
+        not others,
+        "the model",
+        "must be of text alone",
+        f"{kind} with {', '.join(others)}",
+        "take a text model, such as the text part of it saved by itself",
+    )
+    require(
+        kind in CAUSAL or own,
+        "the model's type",
+        "must have a causal language model in transformers",
+        kind,
+        "take another model",
+    )
     if quantized is not None:
         values = quantized if isinstance(quantized, dict) else quantized.to_dict()
-        method = values.get("quant_method", "unknown")
-        remedy = "take the checkpoint that it was made from"
-        require(False, "the model's weights", "must not be quantized", method, remedy)
+        require(
+            False,
+            "the model's weights",
+            "must not be quantized",
+            values.get("quant_method", "unknown"),
+            "take the checkpoint that it was made from",
+        )
 
 
 def max_positions(config: Any) -> int | None:
@@ -57,7 +68,8 @@ def cannot_load(
     name: str, reason: object, *, field: str = "model.path", remedy: str = "check it"
 ) -> ValueError:
     first = next(iter(str(reason).strip().splitlines()), "")
-    if isinstance(reason, Exception) and not isinstance(reason, PLAIN):  # KeyError: 'added_tokens'
+    plain = isinstance(reason, OSError | ValueError | SafetensorError)
+    if isinstance(reason, Exception) and not plain:  # KeyError: 'added_tokens'
         first = f"{type(reason).__name__}: {first}".removesuffix(": ")
     kind = "tokenizer" if field.endswith("tokenizer") else "model"
     if "trust_remote_code" in str(reason):
@@ -92,7 +104,7 @@ def copy_code(folder: Path | str, *parts: Any) -> None:
 
 def base_of(folder: Path) -> str | None:
     try:
-        base = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = json.loads((folder / CONFIG).read_bytes())["base_model_name_or_path"]
         if not isinstance(base, str | None):
             raise TypeError(f"base_model_name_or_path is {base!r}")
         return base
@@ -134,9 +146,13 @@ def loading(
         raise cannot_load(name, DAMAGED_PICKLE, field=field, remedy=remedy) from error
     except Exception as error:  # transformers refuses broken files with any
         if any(Path(name).glob(PIECES)):
-            reason = "it is a checkpoint of several ranks, each of which wrote pieces of weights"
-            remedy = "nemorl export writes a model of them (--run RUN --step STEP --output FOLDER)"
-            raise cannot_load(name, reason, field=field, remedy=remedy) from error
+            raise cannot_load(
+                name,
+                "it is a checkpoint of several ranks, each of which wrote pieces of weights",
+                field=field,
+                remedy="nemorl export writes a model of them"
+                " (--run RUN --step STEP --output FOLDER)",
+            ) from error
         for file in map(Path(name).joinpath, files):
             if file.is_file() and not is_object(file):
                 raise cannot_load(name, f"{file.name} is not a JSON object", field=field) from error
@@ -156,12 +172,13 @@ def require_hub(name: str, *files: str, field: str = "model.path") -> None:
         if not any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
             get_hf_file_metadata(hf_hub_url(name, files[0]))
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
-        reason = (
+        raise cannot_load(
+            name,
             f"there is no such folder, the hub's cache does not have it, and {constants.ENDPOINT}"
-            f" can't be reached: {str(error) or type(error).__name__}"
-        )
-        remedy = "check it, or set HF_HUB_OFFLINE=1 with the cache (HF_HOME) of another machine"
-        raise cannot_load(name, reason, field=field, remedy=remedy) from error
+            f" can't be reached: {str(error) or type(error).__name__}",
+            field=field,
+            remedy="check it, or set HF_HUB_OFFLINE=1 with the cache (HF_HOME) of another machine",
+        ) from error
     except (httpx.HTTPError, OSError, ValueError):
         pass
 
@@ -174,8 +191,9 @@ def model_folder(name: str, *, field: str = "model.path") -> str:
     if not path.exists():
         in_a_folder = len(path.parts) > 1 and path.parent.is_dir()
         if name.count("/") != 1 or name.startswith((".", "/", "~")) or in_a_folder:
-            reason = f"there is no folder {name}"
-            raise cannot_load(name, reason, field=field, remedy="check the path")
+            raise cannot_load(
+                name, f"there is no folder {name}", field=field, remedy="check the path"
+            )
         require_hub(name, "config.json", CONFIG, field=field)
     else:
         _refuse_others(name, path)
@@ -200,23 +218,34 @@ def _refuse_others(name: str, path: Path) -> None:
         try:
             model_folder(base or "")
         except ValueError as error:
-            remedy = f"correct base_model_name_or_path in {path / CONFIG}"
-            reason = f"it is an adapter of {base}, which can't be found"
-            raise cannot_load(name, reason, remedy=remedy) from error
+            raise cannot_load(
+                name,
+                f"it is an adapter of {base}, which can't be found",
+                remedy=f"correct base_model_name_or_path in {path / CONFIG}",
+            ) from error
         return
     if path.is_dir() and any((path / file).exists() for file in ("config.json", "config.yaml")):
         return
     runs = [each for each in path.parents if (each / "config.yaml").exists()]
     if runs and (runs[0] / "checkpoints").is_dir():
-        other = f"nemorl export {runs[0]} --step STEP --output FOLDER"
-        remedy = f"name {runs[0]}, or write another of its checkpoints by {other}"
-        raise cannot_load(name, f"it is a part of the run {runs[0]}", remedy=remedy)
+        raise cannot_load(
+            name,
+            f"it is a part of the run {runs[0]}",
+            remedy=f"name {runs[0]}, or write another of its checkpoints by nemorl export"
+            f" {runs[0]} --step STEP --output FOLDER",
+        )
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
-        remedy = "name the folder of safetensors that it was made from"
-        raise cannot_load(name, "it is a model in the GGUF format", remedy=remedy)
+        raise cannot_load(
+            name,
+            "it is a model in the GGUF format",
+            remedy="name the folder of safetensors that it was made from",
+        )
     if path.is_file() and path.suffix != ".json":
-        remedy = "name the folder with config.json, the weights and the tokenizer"
-        raise cannot_load(name, "it is a single file", remedy=remedy)
+        raise cannot_load(
+            name,
+            "it is a single file",
+            remedy="name the folder with config.json, the weights and the tokenizer",
+        )
     if path.is_dir() and not any(path.iterdir()):
         raise cannot_load(name, "it is an empty folder")
 
@@ -240,7 +269,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         return []
     try:
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise cannot_load(str(folder), f"{INDEX} can't be read: {error!r}") from error
     return [folder / name for name in sorted(names)]
@@ -252,9 +281,12 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")
     if (Path(name) / CONFIG).is_file() and not any((Path(name) / file).is_file() for file in files):
-        remedy = f"add --model.tokenizer {base_of(Path(name))}, the base model's"
-        reason = "it is an adapter without a tokenizer"
-        raise cannot_load(name, reason, field="model.tokenizer", remedy=remedy)
+        raise cannot_load(
+            name,
+            "it is an adapter without a tokenizer",
+            field="model.tokenizer",
+            remedy=f"add --model.tokenizer {base_of(Path(name))}, the base model's",
+        )
     with loading(name, field="model.tokenizer", files=files):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         # Without its file, transformers makes one that knows its special tokens alone.
@@ -280,9 +312,8 @@ def require_same_tokens(
     """Raise ValueError unless another model reads texts as a tokenizer does."""
     for text in (PROBE, *texts):
         own, theirs = reader(tokenizer)(text), [*read(text)]
-        remedy = "take a model of the same family"
         must = f"must have the policy's tokenizer, which reads {text!r} as {own}"
-        require(own == theirs, field, must, theirs, remedy)
+        require(own == theirs, field, must, theirs, "take a model of the same family")
 
 
 def check_vocabulary(model: Any, tokenizer: Any) -> None:

@@ -26,7 +26,7 @@ from nemorl.models.hub import (
     weight_files,
     weights_folder,
 )
-from nemorl.models.tensor_files import TensorFiles
+from nemorl.models.tensor_files import TensorFiles, shapes_of
 
 
 class ModelSource:
@@ -111,8 +111,7 @@ class ModelSource:
             if not tensors.keys() <= stored.shapes.keys():  # transformers may know older names
                 yield from merged_tensors(load_causal_lm(self._name, **self._trust))
                 return
-            wanted = {name: tuple(each.shape) for name, each in tensors.items()}
-            warn_of_unused(check_files(self.outline, stored.shapes, wanted))
+            warn_of_unused(check_files(self.outline, stored.shapes, shapes_of(tensors, {})))
         for name in tensors:
             yield name, stored.read(name)
 

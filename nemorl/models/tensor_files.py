@@ -103,8 +103,7 @@ def checksum(path: Path) -> Checksum:
     """Flush a file that others wrote to the disk and return its checksum."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        blocks = iter(lambda: file.read(BLOCK), b"")
-        crc32 = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
+        crc32 = "".join(f"{zlib.crc32(block):08x}" for block in iter(lambda: file.read(BLOCK), b""))
         return Checksum(file.tell(), crc32)
 
 
@@ -166,19 +165,14 @@ def stored_names(model: Any) -> Stored:
     try:
         for name, tensor in live_tensors(model).items():
             outline = torch.empty(tensor.shape, device="meta")
-            names = list(revert_weight_conversion(model, {name: outline}))
-            if names != [name]:
-                found[name] = _grouped(names)
+            groups: dict[str, list[str]] = {}
+            for each in revert_weight_conversion(model, {name: outline}):
+                groups.setdefault(re.sub(r"^(.*)\.\d+\.", r"\1.*.", each), []).append(each)
+            if [*groups.values()] != [[name]]:
+                found[name] = tuple(map(tuple, groups.values()))
     finally:
         model._weight_conversions = own
     return found
-
-
-def _grouped(names: Iterable[str]) -> Groups:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(re.sub(r"^(.*)\.\d+\.", r"\1.*.", name), []).append(name)
-    return tuple(map(tuple, groups.values()))
 
 
 def names_in_files(name: str, stored: Stored) -> list[str]:
@@ -191,10 +185,10 @@ def of_parameters(keys: Iterable[str], stored: Stored) -> Stored:
     >>> of_parameters(["e.up.step", "norm.step"], {"e.up": (("e.0.up", "e.1.up"),)})
     {'e.up.step': (('e.0.up.step', 'e.1.up.step'),)}
     """
-    parts = [(key, *key.rpartition(".")) for key in keys]
     return {
         key: tuple(tuple(f"{each}.{what}" for each in group) for group in stored[name])
-        for key, name, _, what in parts
+        for key in keys
+        for name, _, what in [key.rpartition(".")]
         if name in stored
     }
 
@@ -222,8 +216,9 @@ def as_live(
 ) -> Tensor:
     """Return a live tensor, or `count` of its experts from the `first` on."""
     end = None if count is None else first + count
-    parts = (torch.stack([read(name) for name in names[first:end]]) for names in groups)
-    return torch.cat([*parts], 1)
+    return torch.cat(
+        [torch.stack([read(name) for name in names[first:end]]) for names in groups], 1
+    )
 
 
 def shapes_of(tensors: Mapping[str, Tensor], stored: Stored) -> dict[str, tuple[int, ...]]:
@@ -307,10 +302,10 @@ class _Stored:
         first, last = (inner[0].start, inner[0].stop) if inner else (0, 1)
         row = prod(piece.shape[1:]) * piece.dtype.itemsize
         data = self.file.read(self.position + first * row, self.position + last * row)
-        rows = torch.frombuffer(data, dtype=piece.dtype).view(
-            (last - first, *piece.shape[1:]) if inner else ()
-        )
-        return rows[(slice(None), *inner[1:])] if inner else rows
+        flat = torch.frombuffer(data, dtype=piece.dtype)
+        if not inner:
+            return flat.view(())
+        return flat.view(last - first, *piece.shape[1:])[(slice(None), *inner[1:])]
 
 
 class TensorFiles:
@@ -540,9 +535,8 @@ def differences(
         other = (values != expected) & (values.isfinite() | expected.isfinite())
         if other.any():
             at = int(other.nonzero()[0])
-            wrong.append(f"{name!r} has {float(values[at]):g} where {float(expected[at]):g}")
-    shown = [f"{one} was sent" for one in wrong[:5]]
-    return ", ".join(shown) + f" and {len(wrong) - 5} more" * (len(wrong) > 5)
+            wrong.append(f"{name!r} has {values[at]:g} where {expected[at]:g} was sent")
+    return ", ".join(wrong[:5]) + f" and {len(wrong) - 5} more" * (len(wrong) > 5)
 
 
 class WeightsDiffer(RuntimeError):

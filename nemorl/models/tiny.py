@@ -34,9 +34,13 @@ def tiny_config(config: Any, sizes: Mapping[str, int] = SIZES) -> Any:
     if count > MOST_LAYERS:  # the first of each kind, where lists say of which kind a layer is
         first = sorted({kinds.index(kind) for kind in kinds})
         tiny = make(_with_layers(values, first, len(kinds)))
-        wanted = f"must show all kinds in the first {MOST_LAYERS}, or list the kind of each"
-        fits = _kinds(tiny) == [kinds[index] for index in first]
-        require(fits, "the model's layers", wanted, f"{count} to show them", "report the model")
+        require(
+            _kinds(tiny) == [kinds[index] for index in first],
+            "the model's layers",
+            f"must show all kinds in the first {MOST_LAYERS}, or list the kind of each",
+            f"{count} to show them",
+            "report the model",
+        )
         return tiny
     return make(_with_layers(values, [*range(min(count, len(kinds)))], len(kinds)))
 
@@ -128,5 +132,4 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
             if isinstance(value, plain) and key != "layer_idx"
         }
         parts.append((name, type(part), tuple(sorted(own.items(), key=str))))
-    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in layer.state_dict().items())
-    return (*parts, shapes)
+    return (*parts, *((name, tensor.shape) for name, tensor in layer.state_dict().items()))

@@ -159,9 +159,13 @@ class OptimizerConfig:
     """Decay of Muon's running mean of the gradient (Nesterov's)."""
 
     def __post_init__(self) -> None:
-        requirement = "must be positive and finite" if self.lr > 0 else "must be positive"
-        remedy = "1e-6 to 1e-5 suits RL of pretrained models, 1e-5 to 1e-4 SFT"
-        require(0 < self.lr < math.inf, "optimizer.lr", requirement, self.lr, remedy)
+        require(
+            0 < self.lr < math.inf,
+            "optimizer.lr",
+            "must be positive and finite" if self.lr > 0 else "must be positive",
+            self.lr,
+            "1e-6 to 1e-5 suits RL of pretrained models, 1e-5 to 1e-4 SFT",
+        )
         at_least(
             0, optimizer__warmup_steps=self.warmup_steps, optimizer__weight_decay=self.weight_decay
         )
@@ -181,8 +185,13 @@ class OptimizerConfig:
             "1.0 is usual",
         )
         if self.name != "muon":
-            requirement, remedy = "needs optimizer.name muon", "add --optimizer.name muon"
-            refuse_unused("optimizer", self, requirement, remedy, names=("momentum",))
+            refuse_unused(
+                "optimizer",
+                self,
+                "needs optimizer.name muon",
+                "add --optimizer.name muon",
+                names=("momentum",),
+            )
         for name in ("beta1", "beta2", "momentum"):
             require(
                 0 <= getattr(self, name) < 1,
@@ -218,6 +227,12 @@ def matching(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
     return next(fits, otherwise)
 
 
+FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names that files give to experts' matrices, which are fused in a live model: no adapter is in
+them.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """Small adapters that are trained in place of the model's weights (LoRA, through PEFT)."""
@@ -249,13 +264,7 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         at_least(0, lora__rank=self.rank)
-        require(
-            self.alpha > 0,
-            "lora.alpha",
-            "must be positive",
-            self.alpha,
-            "32 is usual",
-        )
+        require(self.alpha > 0, "lora.alpha", "must be positive", self.alpha, "32 is usual")
         require(
             0 <= self.dropout < 1,
             "lora.dropout",
@@ -265,13 +274,18 @@ class LoRAConfig:
         )
         for name, values in self.patterns().items():
             for key, value in values.items():
-                field_name, remedy = f"lora.{name}, for {key}", "remove it"
-                require(value > 0, field_name, "must be positive", value, remedy)
+                field_name = f"lora.{name}, for {key}"
+                require(value > 0, field_name, "must be positive", value, "remove it")
                 try:
                     re.compile(key)
                 except re.error as error:
-                    must, fits = "must be a regular expression", f"it is none ({error}): correct it"
-                    require(False, f"lora.{name}", must, key, fits)
+                    require(
+                        False,
+                        f"lora.{name}",
+                        "must be a regular expression",
+                        key,
+                        f"it is none ({error}): correct it",
+                    )
         if not self.rank:
             refuse_unused("lora", self, "needs lora.rank", "add --lora.rank 16, or remove it")
 
@@ -295,29 +309,40 @@ class ProfileConfig:
     """Folder of the traces, one file per device. Default: profile/ of the run."""
 
     def __post_init__(self) -> None:
-        span = self.span
-        remedy = "add --profile.steps 10:12"
-        fits = self.dir is None or span is not None
-        require(fits, "profile.dir", "needs profile.steps", self.dir, remedy)
+        require(
+            self.span is not None or self.dir is None,
+            "profile.dir",
+            "needs profile.steps",
+            self.dir,
+            "add --profile.steps 10:12",
+        )
 
     @cached_property
     def span(self) -> tuple[int, int] | None:
         """Return `steps` as numbers. Raises ValueError for what can't be read."""
         if self.steps is None:
             return None
-        first, *rest = self.steps.split(":", 1)
-        last = rest[0] if rest else first
-        fits = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
-        requirement, remedy = "must be FIRST:LAST, counted from 1", "10:12 records three steps"
-        require(fits, "profile.steps", requirement, self.steps, remedy)
+        first, colon, last = self.steps.partition(":")
+        last = last if colon else first
+        require(
+            first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last),
+            "profile.steps",
+            "must be FIRST:LAST, counted from 1",
+            self.steps,
+            "10:12 records three steps",
+        )
         return int(first), int(last)
 
 
 def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
     """Raise ValueError for adapters on random weights, which would stay random."""
-    requirement, remedy = "must be 0 with model.from_scratch", "adapt a trained model, or remove it"
-    fits = not (lora.rank and model.from_scratch)
-    require(fits, "lora.rank", requirement, lora.rank, remedy)
+    require(
+        not (lora.rank and model.from_scratch),
+        "lora.rank",
+        "must be 0 with model.from_scratch",
+        lora.rank,
+        "adapt a trained model, or remove it",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,13 +382,20 @@ class BackendConfig:
     """
 
     def __post_init__(self) -> None:
-        fits, remedy = self.head in ("lm", "scalar"), "scalar gives a value per token"
-        require(fits, "head", "must be lm or scalar", self.head, remedy)
+        require(
+            self.head in ("lm", "scalar"),
+            "head",
+            "must be lm or scalar",
+            self.head,
+            "scalar gives a value per token",
+        )
         check_lora(self.lora, self.model)
-        extras = {"lora.rank": self.lora.rank, "keep_reference": self.keep_reference}
         frozen, scalar = not self.trains, self.head == "scalar"
         for used, what in ((frozen, "a model that does not train"), (scalar, "a scalar head")):
-            for name, value in extras.items():
+            for name, value in (
+                ("lora.rank", self.lora.rank),
+                ("keep_reference", self.keep_reference),
+            ):
                 require(not (used and value), name, f"must be off for {what}", value, "remove it")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from nemorl.checks import at_least, require
@@ -83,8 +83,8 @@ class Stages:
         costs = [(index == 0) + (index == count - 1) for index in free]
         shared = _shared(num_layers - sum(given.values()), costs)
         counts = given | dict(zip(free, shared, strict=True))
-        bounds = list(accumulate((counts[index] for index in range(count)), initial=0))
-        return tuple(map(range, bounds, bounds[1:]))
+        bounds = accumulate((counts[index] for index in range(count)), initial=0)
+        return tuple(range(*ends) for ends in pairwise(bounds))
 
     def problem(self, num_layers: int) -> str | None:
         of_model = f"the model's num_hidden_layers {num_layers}"
@@ -109,8 +109,8 @@ class Stages:
         return f"parallel.pp may be at most {most} here{with_vpp}"
 
     def _given(self) -> dict[str, int]:
-        settings = {FIRST: self.first, LAST: self.last}
-        return {field: layers for field, layers in settings.items() if layers is not None}
+        ends = (FIRST, self.first), (LAST, self.last)
+        return {field: layers for field, layers in ends if layers is not None}
 
 
 def _shared(num_layers: int, costs: list[int]) -> Iterator[int]:
@@ -214,12 +214,13 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         at_least(1, **{f"parallel__{name}": getattr(self, name) for name in DEGREES})
         self.stages.check()
-        gathers, fits = self.overlap_param_gather, self.overlap_grad_reduce
-        requirement, remedy = "needs parallel.overlap_grad_reduce", "add that, or remove it"
-        require(fits or not gathers, "parallel.overlap_param_gather", requirement, gathers, remedy)
-        modules, fits = self.recompute_modules, self.activation_checkpointing == "selective"
-        requirement = "needs parallel.activation_checkpointing selective"
-        require(fits or not modules, "parallel.recompute_modules", requirement, modules, remedy)
+        selects = self.activation_checkpointing == "selective"
+        for name, fits, needed in (
+            ("overlap_param_gather", self.overlap_grad_reduce, "overlap_grad_reduce"),
+            ("recompute_modules", selects, "activation_checkpointing selective"),
+        ):
+            value, needs = getattr(self, name), f"needs parallel.{needed}"
+            require(fits or not value, f"parallel.{name}", needs, value, "add that, or remove it")
 
     @cached_property
     def model_ranks(self) -> int:
@@ -293,14 +294,17 @@ class ParallelPlan:
             f" {self.pp} · cp {self.cp}"
         )
         fits = self.num_ranks == num_devices if given else num_devices % self.num_ranks == 0
-        verb = "ask for" if given else "divide"
-        requirement = f"must {verb} the {num_devices} devices that there are"
-        remedy = "change a degree or the number of devices" + ", or omit parallel.dp_shard" * given
-        require(fits, "parallel", requirement, asked, remedy)
+        require(
+            fits,
+            "parallel",
+            f"must {'ask for' if given else 'divide'} the {num_devices} devices that there are",
+            asked,
+            "change a degree or the number of devices" + ", or omit parallel.dp_shard" * given,
+        )
         plan = self if given else replace(self, dp_shard=num_devices // self.num_ranks)
         sharing = plan.data_ranks * plan.cp * plan.tp
-        requirement = f"must divide the {sharing} devices of dp_shard · cp · tp"
-        require(not sharing % self.ep, "parallel.ep", requirement, self.ep, "raise dp_shard")
+        must = f"must divide the {sharing} devices of dp_shard · cp · tp"
+        require(not sharing % self.ep, "parallel.ep", must, self.ep, "raise dp_shard")
         return plan
 
     def with_precision(self, *, accelerator: bool) -> "ParallelPlan":

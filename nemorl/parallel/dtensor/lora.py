@@ -15,10 +15,8 @@ from nemorl.checks import require
 from nemorl.models.adapters import PREFIX, adapted_layers, linear_layers, live_tensors
 from nemorl.models.hub import CONFIG
 from nemorl.parallel.accumulation import local_part, storage_of
-from nemorl.parallel.config import LoRAConfig, matching
+from nemorl.parallel.config import FUSED, LoRAConfig, matching
 
-FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Names that files give to experts' matrices, which are fused in a live model."""
 NAME = "default"
 
 
@@ -112,9 +110,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def write_adapter_config(model: Any, folder: Path) -> None:
     """Write what `PeftModel.from_pretrained(base, folder)` needs besides the adapters' weights."""
-    settings = model.peft_config[NAME].to_dict().items()
-    values = {name: sorted(each) if isinstance(each, set) else each for name, each in settings}
-    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    settings = model.peft_config[NAME].to_dict()
+    text = json.dumps(settings, indent=2, sort_keys=True, default=sorted) + "\n"  # of sets
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
@@ -122,13 +119,8 @@ def check_scale(model: Any, folder: Path) -> None:
     """Raise ValueError unless the adapters in `folder` were scaled as the model's are."""
     saved, settings = json.loads((folder / CONFIG).read_text("utf-8")), model.peft_config[NAME]
     for layer in adapted_layers(model):
-        alpha, now = (
-            matching(patterns, layer, otherwise)
-            for patterns, otherwise in (
-                (saved.get("alpha_pattern") or {}, saved["lora_alpha"]),
-                (settings.alpha_pattern, settings.lora_alpha),
-            )
-        )
+        alpha = matching(saved.get("alpha_pattern") or {}, layer, saved["lora_alpha"])
+        now = matching(settings.alpha_pattern, layer, settings.lora_alpha)
         name = "lora.alpha" if now == settings.lora_alpha else f"lora.alpha_pattern, for {layer},"
         requirement = f"must be the same as in the checkpoint ({alpha:g})"
         require(alpha == now, name, requirement, now, "leave it as it was")
@@ -158,16 +150,19 @@ def share_base(backend: Any) -> None:
 
 def leave_base(backend: Any) -> bool:
     """Remove a backend from the live ones; return whether others have its weights."""
-    others = others_weights(backend)
-    shared = any(storage_of(each) in others for each in _frozen(backend).values())
+    own = {storage_of(each) for each in _frozen(backend).values()}
     _LIVE.discard(backend)
-    return shared
+    return not own.isdisjoint(others_weights(backend))
 
 
 def others_weights(backend: Any) -> set[int]:
     """Return the storages' addresses of other live backends' frozen weights."""
-    others = (other for other in _LIVE if other is not backend)
-    return {storage_of(each) for other in others for each in _frozen(other).values()}
+    return {
+        storage_of(each)
+        for other in _LIVE
+        if other is not backend
+        for each in _frozen(other).values()
+    }
 
 
 def _frozen(backend: Any) -> dict[str, Any]:

@@ -264,11 +264,10 @@ def find_plans(config: PlanConfig) -> Planned:
         if not problems:
             steps.append(step)
     if not steps:
-        given = (
+        reason = "; ".join(refused) or (
             f"the degrees given do not multiply to a divisor of {config.gpus}, with tp a divisor of"
             f" {config.gpus_per_node} and a pipeline if there is vpp"
         )
-        reason = "; ".join(refused) or given
         raise ValueError(f"gpus must allow a plan that suits the model, but none does: {reason}")
     room = GB * config.gpu_memory * (1 - config.reserve)
     found = ranked(map(estimate, steps), room=room)
@@ -280,9 +279,13 @@ def _check_adapted(config: PlanConfig, model: ModelShape) -> None:
     linear = [each.module for layer in model.layers for each in layer.linear]
     names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
     for name in config.lora.target_modules:
-        fits = any(f".{module}".endswith(f".{name}") for module in linear)
-        wanted = "must name linear layers"
-        require(fits, "lora.target_modules", wanted, name, f"there are {names}")
+        require(
+            any(f".{module}".endswith(f".{name}") for module in linear),
+            "lora.target_modules",
+            "must name linear layers",
+            name,
+            f"there are {names}",
+        )
 
 
 def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
@@ -310,13 +313,12 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
             if asked.recompute_modules and checkpointing != "selective":
                 continue
             if asked.activation_checkpointing in (None, checkpointing):
-                degrees = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, "pp": pp}
-                chosen: dict[str, Any] = degrees | {"ep": ep, "cp": cp}
+                chosen: dict[str, Any] = {"dp_replicate": replicate, "dp_shard": shard}
+                chosen |= {"tp": tp, "pp": pp, "ep": ep, "cp": cp}
                 chosen["cp_method"] = asked.cp_method or ("ulysses" if divides else "allgather")
                 if checkpointing != "none":
                     chosen["activation_checkpointing"] = checkpointing
-                plan = ParallelPlan(**asdict(asked) | chosen)
-                yield plan.with_precision(accelerator=True)
+                yield ParallelPlan(**asdict(asked) | chosen).with_precision(accelerator=True)
 
 
 def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
@@ -326,8 +328,7 @@ def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
 
 def estimate(step: PlannedStep) -> Candidate:
     """Return a plan with its costs on the device that has the highest."""
-    stages = stages_of(step)
-    sent, slow = map(max, zip(*map(traffic, stages), strict=True))
+    sent, slow = map(max, zip(*map(traffic, stages_of(step)), strict=True))
     moments, shared, apart = [*moments_of(step)], None, {}
     if step.beside:
         alone = replace(step, beside={})

@@ -93,14 +93,21 @@ class PlanConfig:
             must = "has no effect on a plan"
             refuse_unused(section, getattr(self, section), must, "remove it", names=unused)
         if offloads := self.trainer.offload_during_generation:
-            name, must = "trainer.offload_during_generation", "needs engines on these GPUs"
-            require(self.engines, name, must, offloads, "add --generation.backend vllm")
-            fits, must = not self.parallel.cpu_offload, "is not for parallel.cpu_offload"
-            require(fits, name, must, offloads, "omit one of them")
+            apart = not self.parallel.cpu_offload
+            for fits, must, remedy in (
+                (self.engines, "needs engines on these GPUs", "add --generation.backend vllm"),
+                (apart, "is not for parallel.cpu_offload", "omit one of them"),
+            ):
+                require(fits, "trainer.offload_during_generation", must, offloads, remedy)
         if self.engines:
-            size, must = self.generation.devices_per_replica, f"must divide the {self.gpus} GPUs"
-            name = "generation.tensor_parallel_size · pipeline_parallel_size"
-            require(self.gpus % size == 0, name, must, size, "change it or gpus")
+            size = self.generation.devices_per_replica
+            require(
+                self.gpus % size == 0,
+                "generation.tensor_parallel_size · pipeline_parallel_size",
+                f"must divide the {self.gpus} GPUs",
+                size,
+                "change it or gpus",
+            )
 
     @property
     def engines(self) -> bool:

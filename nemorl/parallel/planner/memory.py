@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 
 from nemorl.parallel.backends import implements, limits_of
-from nemorl.parallel.config import LoRAConfig
+from nemorl.parallel.config import FUSED, LoRAConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.model_shape import Block, Layer, Matrix, ModelShape
@@ -17,8 +17,6 @@ STATE = 4
 """Bytes of a parameter, its gradient, and each of AdamW's two numbers."""
 SPARED = {"adamw": 0, "muon": STATE, "adamw8bit": 2 * (STATE - 1 - STATE / 256)}
 """Bytes that an optimizer saves over AdamW, of a number in a matrix."""
-FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Linear layers without an adapter by default where there are experts."""
 QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a parameter in 4 bits, with its block's scales."""
 

@@ -39,8 +39,7 @@ class Matrix:
     def local(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Return the shape of a device's part."""
         parts = plan.ep if self.of_experts and plan.ep > 1 else plan.tp
-        divides = self.of_experts and self.shape[0] % parts == 0
-        cut = 0 if divides else self.tp
+        cut = 0 if self.of_experts and self.shape[0] % parts == 0 else self.tp
         return tuple(n // parts if axis == cut else n for axis, n in enumerate(self.shape))
 
     def on(self, plan: ParallelPlan) -> int:
@@ -183,8 +182,9 @@ class ModelShape:
         heads = 2 * max(1, self.num_key_value_heads // tp) * self.head_dim
         width = latent + self.config.qk_rope_head_dim if latent else heads
         attends = ("k_proj", "qkv_proj", "kv_b_proj")
-        counts = (x.count for x in self.layers if any(m.module.endswith(attends) for m in x))
-        return width * sum(counts)
+        return width * sum(
+            x.count for x in self.layers if any(m.module.endswith(attends) for m in x)
+        )
 
 
 def model_shape(config: Any, head: Literal["lm", "scalar"] = "lm") -> ModelShape:
@@ -196,8 +196,13 @@ def model_shape(config: Any, head: Literal["lm", "scalar"] = "lm") -> ModelShape
 
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         size = getattr(config, name, None)
-        wanted, remedy = f"must say its {name}", "complete config.json, or take another model"
-        require(isinstance(size, int) and size > 0, "the model", wanted, size, remedy)
+        require(
+            isinstance(size, int) and size > 0,
+            "the model",
+            f"must say its {name}",
+            size,
+            "complete config.json, or take another model",
+        )
     model = on_meta(config, head=head)
     layers = layers_of(decoder_of(model))
     kinds = Counter(_matrices(layer, config) for layer in layers)
@@ -238,8 +243,7 @@ def _matrices(layer: Any, config: Any) -> tuple[Matrix, ...]:
         part = layer.get_submodule(module)
         plain = not type(part).__module__.startswith("transformers")  # not a router
         linear = isinstance(part, nn.Linear) and plain and leaf == "weight"
-        shape: Any = tuple(parameter.shape)
-        found.append(Matrix(name, shape, axis, of_experts=experts, linear=linear))
+        found.append(Matrix(name, tuple(parameter.shape), axis, experts, linear))
     return tuple(found)
 
 
@@ -255,8 +259,8 @@ def read_shape(name: str, head: Any = "lm", *, field: str = "model.path") -> Mod
             path = Path(hf_hub_download(name, "config.json"))
         path = path / "config.json" if path.is_dir() else path
         kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    wanted, remedy = "must be one that transformers has", "take another model"
-    require(kind in CONFIG_MAPPING, "the model's type", wanted, kind, remedy)
+    must = "must be one that transformers has"
+    require(kind in CONFIG_MAPPING, "the model's type", must, kind, "take another model")
     with loading(name, field=field):
         config = CONFIG_MAPPING[kind].from_json_file(path)
     return model_shape(config, head)

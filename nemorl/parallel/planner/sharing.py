@@ -107,8 +107,7 @@ def cache_of(step: PlannedStep, *, can_empty: bool) -> int:
 def host_of(step: PlannedStep) -> int:
     """Return the bytes that a process moves to main memory."""
     if step.plan.cpu_offload:
-        resident = replace(step, plan=replace(step.plan, cpu_offload=False))
-        return states_of(resident).total
+        return states_of(replace(step, plan=replace(step.plan, cpu_offload=False))).total
     if not step.work.trainer.offload_during_generation:
         return 0
     states = states_of(step)

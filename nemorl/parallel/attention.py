@@ -97,21 +97,20 @@ def varlen_attention(
     """
     fits = not (rule.explicit or rule.chunk or rule.dropout)
     require(fits, "attention's rule", f"must suit {kernel}", rule, "report it: buckets take it")
-    rows = (cu_seqlens, cu_seqlens, longest, longest)
-    options: dict[str, Any]
+    rows = (query, key, value, cu_seqlens, cu_seqlens, longest, longest)
     window = (-1 if rule.window is None else rule.window - 1, 0)  # tokens before and after
+    options: dict[str, Any] = {"window_size": window}
     if kernel == "varlen_attn":
         from torch.nn.attention.varlen import varlen_attn
 
         grouped = query.shape[1] != key.shape[1]
-        options = {"scale": rule.scaling, "window_size": window, "enable_gqa": grouped}
-        return varlen_attn(query, key, value, *rows, **options)  # type: ignore[return-value]
+        options |= {"scale": rule.scaling, "enable_gqa": grouped}
+        return varlen_attn(*rows, **options)  # type: ignore[return-value]
     from flash_attn import flash_attn_varlen_func
 
     # PyTorch's asks for this setting by itself.
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    options = {"softmax_scale": rule.scaling, "window_size": window, "causal": True}
-    return flash_attn_varlen_func(query, key, value, *rows, deterministic=deterministic, **options)
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    return flash_attn_varlen_func(*rows, softmax_scale=rule.scaling, causal=True, **options)
 
 
 ATTENTION_NAME = "nemorl_segments"
@@ -234,8 +233,7 @@ def tokens_in_buckets(
     buckets = []
     for size in rounded.unique().tolist():
         inside = rounded == size
-        longest = int(lengths[inside].max())
-        offsets = torch.arange(longest, device=lengths.device)
+        offsets = torch.arange(int(lengths[inside].max()), device=lengths.device)
         buckets.append(begins[inside, None] + torch.minimum(offsets, lengths[inside, None] - 1))
     return tuple(buckets)
 
@@ -275,8 +273,7 @@ def segment_attention(
         flat = [x.contiguous() for x in flat]
         output = torch.cat([_in_bucket(flat, tokens, rule) for tokens in segments.tokens])
     if segments.places is not None:
-        padding = output.new_zeros(1, output.shape[1])
-        output = torch.cat((output, padding)).index_select(0, segments.places)
+        output = pad(output, (0, 0, 0, 1)).index_select(0, segments.places)
     batch, heads, seq, _ = query.shape
     return output.view(batch, seq, heads, value.shape[3])
 
@@ -399,12 +396,9 @@ def context_attention(
         return attend(query, key, value, bias, rule=rule)
     if key.shape[1] % dist.get_world_size(split.group):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    whole = [
-        exchange(x, split=1, join=2, group=split.group).index_select(2, split.back)
-        for x in (query, key, value)
-    ]
+    whole = [exchange(x, split.group).index_select(2, split.back) for x in (query, key, value)]
     if rule.sinks is not None:
         ranks = dist.get_world_size(split.group)
         rule = replace(rule, sinks=rule.sinks.chunk(ranks)[split.rank])
     output = segment_attention(*whole, rule=rule, segments=context.segments)
-    return exchange(output.index_select(1, split.order), split=1, join=2, group=split.group)
+    return exchange(output.index_select(1, split.order), split.group)

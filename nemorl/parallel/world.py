@@ -1,7 +1,5 @@
 """This process's place among the ranks that train a model together, and how they meet."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.rendezvous import rendezvous
 
 from nemorl.accelerator import is_accelerator
@@ -150,32 +149,26 @@ def start_process_group(
     if is_accelerator(device):
         torch.get_device_module(device).set_device(device)
     if not dist.is_initialized():
-        store, rank, size = next(_meet() if _on_one_machine() else rendezvous("env://"))
+        theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
+        here = os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost") and not theirs
+        store, rank, size = next(_meet() if here else rendezvous("env://"))
         # When torchrun restarts the ranks, its store still has the addresses of the old ones.
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"restart_{restarts}", store)
         backend = "gloo"
         if is_accelerator(device):
-            own = dist.get_default_backend_for_device(device)
-            backend = f"cpu:gloo,{device.type}:{own}"
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return device
 
 
-def _on_one_machine() -> bool:
-    """Return whether ranks meet at this machine's loopback, without torchrun's store."""
-    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost") and not theirs
-
-
 def _meet() -> Iterator[tuple[dist.Store, int, int]]:
+    """Meet at this machine's loopback."""
     names = psutil.net_if_addrs().items()
     here = next(name for name, own in names if any(one.address == LOOPBACK for one in own))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", here)
     rank, size, port = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    listening = None
-    if rank == 0:
-        listening = socket.create_server((LOOPBACK, port)).detach()
+    listening = None if rank else socket.create_server((LOOPBACK, port)).detach()
     yield dist.TCPStore(LOOPBACK, port, size, rank == 0, master_listen_fd=listening), rank, size
 
 
@@ -215,23 +208,6 @@ class _AllGather(torch.autograd.Function):
         return own.movedim(0, ctx.dim), None, None, None
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, split: int, join: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.split, ctx.join, ctx.group = split, join, group
-        parts = torch.stack(values.chunk(dist.get_world_size(group), split)).contiguous()
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return torch.cat(received.unbind(0), join)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        back = _Exchange.apply(grads[0].contiguous(), ctx.join, ctx.split, ctx.group)
-        return back, None, None, None
-
-
 class _SumBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -261,11 +237,10 @@ def all_gather_same(
     return _AllGather.apply(values, dim, group, True)
 
 
-def exchange(
-    values: Float[Tensor, "..."], *, split: int, join: int, group: dist.ProcessGroup
-) -> Float[Tensor, "..."]:
-    """Give rank r the r-th part along `split` of all ranks' values, joined along `join`."""
-    return _Exchange.apply(values, split, join, group)
+def exchange(values: Float[Tensor, "..."], group: dist.ProcessGroup) -> Float[Tensor, "..."]:
+    """Give rank r the r-th part of dimension 1 of all ranks' values, joined along dimension 2."""
+    parts = torch.stack(values.chunk(dist.get_world_size(group), 1))
+    return torch.cat(all_to_all_single_autograd(parts, None, None, group).unbind(), 2)
 
 
 def sum_backward(values: Float[Tensor, "..."], group: dist.ProcessGroup) -> Float[Tensor, "..."]:

@@ -3,8 +3,6 @@
 megatron-core is imported by `setup`: a process that only starts ranks does without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +24,7 @@ from nemorl.parallel.backends import check_training
 from nemorl.parallel.checkpoint import Contents, Saved, shared_out, write_model_config
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.experts import require_one_batch
-from nemorl.parallel.fingerprint import Box, hash_of, samples_of
+from nemorl.parallel.fingerprint import hash_of, samples_of
 from nemorl.parallel.layout import Cutting, Layout
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.engine import MegatronEngine, Order
@@ -71,8 +69,9 @@ class MegatronBackend(Accumulating):
         from nemorl.parallel.megatron.weights import Conversion, mark_split
 
         config = self.config
-        timeout = config.collective_timeout_s
-        self.world = core.join(config.parallel, config.trainer.device, timeout_s=timeout)
+        self.world = core.join(
+            config.parallel, config.trainer.device, timeout_s=config.collective_timeout_s
+        )
         self.device = self.world.device
         self._runtime = partial(core.runtime, self.device)
         source = source_of(config, self._given)
@@ -229,9 +228,9 @@ def _in_float32(backend: MegatronBackend, parameter: nn.Parameter) -> Tensor:
     optimizer, present = backend.optimizer, backend._away.present
     if parameter.dtype == torch.float32 or optimizer is None:
         return present(parameter).detach().float()
-    has_part = optimizer.span(parameter) is not None
-    main = present(optimizer.main(parameter)) if has_part else None
-    return optimizer.gathered(parameter, main)
+    if optimizer.span(parameter) is None:
+        return optimizer.gathered(parameter, None)
+    return optimizer.gathered(parameter, present(optimizer.main(parameter)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,15 +254,14 @@ class Source:
         """A collective call: each rank reads some tensors."""
         shapes = self.shapes
         owners = shared_out({name: prod(shape) for name, shape in shapes.items()}, world.size)
-        boxes = (self._whole(name) for name in shapes if owners[name] == world.rank)
+        boxes = (
+            (name, self.read(name, (0,) * len(shape), shape), (0,) * len(shape))
+            for name, shape in shapes.items()
+            if owners[name] == world.rank
+        )
         samples = samples_of(shapes, boxes, world)
         tied = samples["model.embed_tokens.weight"]
         return hash_of({name: samples.get(name, tied) for name in self.names})
-
-    def _whole(self, name: str) -> Box:
-        shape = self.shapes[name]
-        begin = (0,) * len(shape)
-        return name, self.read(name, begin, shape), begin
 
 
 def source_of(config: BackendConfig, given: Any) -> Source:

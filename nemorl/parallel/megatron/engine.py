@@ -1,7 +1,5 @@
 """Generation by the ranks that train, with the weights that they train."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

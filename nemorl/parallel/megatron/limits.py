@@ -134,9 +134,13 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
     # Its optimizer keeps spans of flattened parameters, not matrices.
     _require(name == "adamw", "optimizer.name", "be adamw", name, dtensor)
     _require(not plan.compile, "parallel.compile", "be off", plan.compile, dtensor)
-    fits = dtype == "float32" or plan.param_dtype != "float32"  # None: depends on the device
-    wanted = "be float32 unless parallel.param_dtype is bfloat16"
-    _require(fits, "parallel.reduce_dtype", wanted, dtype, "remove it")
+    _require(
+        dtype == "float32" or plan.param_dtype != "float32",  # None: depends on the device
+        "parallel.reduce_dtype",
+        "be float32 unless parallel.param_dtype is bfloat16",
+        dtype,
+        "remove it",
+    )
     if model is not None:
         check_model(model)
         kind = "a mixture of experts" if num_experts(model) else "a dense model"
@@ -159,8 +163,9 @@ def check_model(model: Any) -> None:
     # transformers 4 wrote rope_scaling.
     given: Any = getattr(model, "rope_parameters", None) or getattr(model, "rope_scaling", None)
     rope = (given or {}).get("rope_type", (given or {}).get("type", "default"))
-    wanted = f"be one of {', '.join(ROPE_TYPES)}"
-    _require(rope in ROPE_TYPES, "the model's rope_type", wanted, rope)
+    _require(
+        rope in ROPE_TYPES, "the model's rope_type", f"be one of {', '.join(ROPE_TYPES)}", rope
+    )
     for name, only in {**SUPPORTED, "hidden_act": FAMILIES[kind].activation}.items():
         value = getattr(model, name, only)
         _require(value == only, f"the model's {name}", f"be {only}", value)

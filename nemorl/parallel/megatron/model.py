@@ -151,7 +151,7 @@ class Stage(core.GPTModel):
             # megatron-core 0.19 has a partial here, 0.16 a ModuleSpec.
             parts = getattr(layer.mlp, "keywords", None) or vars(layer.mlp)
             parts["submodules"].router = Router
-        counts = [len(stage) for stage in world.plan.stages.layers(config.num_layers)]
+        counts = [*map(len, world.plan.stages.layers(config.num_layers))]
         first = sum(counts[world.stage(earlier)] for earlier in range(part))
         scalar = is_scalar(model)
         with world.device:  # for routers, which megatron-core would leave on the CPU
@@ -304,8 +304,11 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
 def recomputed(plan: ParallelPlan) -> dict[str, Any]:
     """Return megatron-core's settings for what is recomputed, but for `recompute_experts`."""
     if plan.recomputes == "full":
-        method = {"recompute_method": "uniform", "recompute_num_layers": 1}
-        return {"recompute_granularity": "full", **method}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     if plan.recomputes == "none":
         return {}
     modules = [each for each in plan.recompute_modules or ("core_attn",) if each != "moe"]

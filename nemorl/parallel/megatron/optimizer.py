@@ -27,10 +27,9 @@ class ShardedAdamW:
 
     def __init__(self, stages: nn.ModuleList, config: OptimizerConfig, world: World) -> None:
         self.config, self.device = config, world.device
-        in_fp32 = world.plan.reduce_dtype == "float32"
         settings = core.DistributedDataParallelConfig(
             use_distributed_optimizer=True,
-            grad_reduce_in_fp32=in_fp32,
+            grad_reduce_in_fp32=world.plan.reduce_dtype == "float32",
             overlap_grad_reduce=world.plan.overlap_grad_reduce,
             overlap_param_gather=world.plan.overlap_param_gather,
             align_param_gather=True,  # `step` starts it
@@ -113,8 +112,11 @@ class ShardedAdamW:
 
     @property
     def reducing(self) -> bool:
-        groups = (group for order in self._reductions for group in order.groups)
-        return any(group.grad_reduce_handle is not None for group in groups)
+        return any(
+            group.grad_reduce_handle is not None
+            for order in self._reductions
+            for group in order.groups
+        )
 
     def zero_grad(self) -> None:
         for order in self._reductions:

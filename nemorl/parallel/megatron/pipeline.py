@@ -1,7 +1,5 @@
 """Microbatches in megatron-core's pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -90,33 +88,23 @@ class Pipeline:
         first = stage.number == self.world.pp_rank
         self.copied += work.copied * (first and loss_fn is not None)
         layers = self.model.num_hidden_layers
-        routes = routes_of(part, work, self.world, stage.number, num_layers=layers)
-        routing = {"routes": routes}
+        routing = {"routes": routes_of(part, work, self.world, stage.number, num_layers=layers)}
         if trainer.router_aux_loss_coef:
             routing["copies"] = by_state(work.copies(part.segment_ids.cpu() > 0), self.world)
         part = replace(part, routed_experts=None, route_ids=None)
         rows, work, routing = to_device((part, work, routing), self.world.device)
         inputs = RankInputs.of(rows, work, self.world, chunk=trainer.chunk, needs=needs)
         found = model(**inputs.values, **routing)
-        finish = partial(self._finish, inputs, rows, needs, loss_fn, found)
+
+        def finish(output_tensor: torch.Tensor, non_loss_data: bool = False) -> Any:
+            whole = inputs.whole(found, rows)
+            outputs = ForwardOutput(**dict(zip(needs.outputs, whole, strict=True)))
+            if loss_fn is None:
+                return outputs
+            output = loss_fn(outputs, rows)
+            # The schedule would divide by the tokens, and frees what it is given.
+            no_tokens = torch.zeros((), dtype=torch.int, device=self.world.device)
+            return output.loss.clone(), no_tokens, output
+
         # The schedule wants one tensor for experts; `finish` has all.
         return found[0] if stage.post_process else found, finish
-
-    def _finish(
-        self,
-        inputs: RankInputs,
-        rows: TokenBatch,
-        needs: Needs,
-        loss_fn: LossFn | None,
-        found: Any,
-        output_tensor: torch.Tensor,
-        non_loss_data: bool = False,
-    ) -> Any:
-        whole = inputs.whole(found, rows)
-        outputs = ForwardOutput(**dict(zip(needs.outputs, whole, strict=True)))
-        if loss_fn is None:
-            return outputs
-        output = loss_fn(outputs, rows)
-        # The schedule would divide by the tokens, and frees what it is given.
-        no_tokens = torch.zeros((), dtype=torch.int, device=self.world.device)
-        return output.loss.clone(), no_tokens, output

@@ -87,8 +87,7 @@ def _give(index: int, layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _routes(stages: Any) -> list[Routes]:
-    layers = (layer for stage in stages for layer in stage.decoder.layers)
-    return [layer.mlp.router.router_replay for layer in layers]
+    return [layer.mlp.router.router_replay for stage in stages for layer in stage.decoder.layers]
 
 
 @contextmanager

@@ -115,8 +115,7 @@ class Conversion:
         for number, index in enumerate(self.layers[stage]):
             layer = f"{part}.decoder.layers.{number}.mlp.experts.local_experts"
             for expert in range(self.num_experts):
-                theirs = rank * self.num_experts + expert
-                whole = f"model.layers.{index}.{where}.experts.{theirs}"
+                whole = f"model.layers.{index}.{where}.experts.{rank * self.num_experts + expert}"
                 gate, up, down = (f"{whole}.{name}.weight" for name in names)
                 own = f"{layer}.{expert}"
                 found[f"{own}.linear_fc1.weight"] = Entry("gated", (gate, up), divided)
@@ -137,8 +136,7 @@ class Conversion:
         tp, rank = self.world.plan.tp, self.world.tp_rank
         found = self._rows(entry)
         if entry.kind == "qkv" and self.groups % tp:  # a group is of several ranks
-            whole = fused([self._box(rows, read) for rows in found], self.groups)
-            return whole.chunk(tp)[rank]
+            return fused([self._box(rows, read) for rows in found], self.groups).chunk(tp)[rank]
         parts = [self._box(rows, read, entry.dim, rank, tp) for rows in found]
         return fused(parts, self.groups // tp) if entry.kind == "qkv" else torch.cat(parts)
 
@@ -224,8 +222,7 @@ def split(
     [[1, 2, 3, 4], [5, 6], [7, 8]]
     """
     of_groups = whole.unflatten(0, (groups, heads_per_group + 2, -1))
-    parts = of_groups.split([heads_per_group, 1, 1], 1)
-    return [part.flatten(0, 2) for part in parts]
+    return [part.flatten(0, 2) for part in of_groups.split([heads_per_group, 1, 1], 1)]
 
 
 def mark_split(model: nn.Module, conversion: Conversion) -> None:
@@ -235,8 +232,9 @@ def mark_split(model: nn.Module, conversion: Conversion) -> None:
     for name, parameter in model.named_parameters():
         entry = conversion.here[name]
         if entry.dim is not None or not entry.divided:
-            marks = {"partition_dim": entry.dim or 0, "partition_stride": 1}
-            vars(parameter).update(marks, tensor_model_parallel=True)
+            vars(parameter).update(
+                partition_dim=entry.dim or 0, partition_stride=1, tensor_model_parallel=True
+            )
 
 
 @dataclass(frozen=True)
@@ -293,8 +291,8 @@ def _boxes(
             offsets: tuple[int, ...] = (first - starts[name],)
             if parameter.ndim > 1:
                 shape, offsets = (*shape, min(end - begin, width)), (*offsets, column + left)
-            piece = Piece(name, torch.float32, shape, offsets)
-            yield SpanBox(piece, parameter, slice(begin - span.start, end - span.start), rows)
+            part = slice(begin - span.start, end - span.start)
+            yield SpanBox(Piece(name, torch.float32, shape, offsets), parameter, part, rows)
 
 
 def _addresses(entry: Entry, conversion: Conversion) -> tuple[dict[str, int], Tensor, int]:

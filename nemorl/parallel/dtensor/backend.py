@@ -1,7 +1,5 @@
 """`TrainingBackend` "dtensor": a Hugging Face decoder and its head in one process or on many."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -95,14 +93,19 @@ class DTensorBackend(Accumulating):
         self._mixtures = mixtures if mixtures.routers or mixtures.blocks else None
         if config.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer)
-        models = [each for each in (self.model, self._reference) if each is not None]
-        self._forward = {model: _outputs_of(self, model) for model in models}
+        models = (self.model, self._reference)
+        self._forward = {each: _outputs_of(self, each) for each in models if each is not None}
 
     def _set_up_plain(self, keeps_reference: bool) -> None:
         config, path = self.config, self.config.model.path
         plan = config.parallel.on(1)
-        requirement, remedy = "needs a process started as a rank", "torchrun --nproc-per-node 1"
-        require(not plan.needs_ranks, "parallel", requirement, plan, f"start it by {remedy}")
+        require(
+            not plan.needs_ranks,
+            "parallel",
+            "needs a process started as a rank",
+            plan,
+            "start it by torchrun --nproc-per-node 1",
+        )
         self.device = usable_device(config.trainer.device)
         if is_accelerator(self.device) and self.device.index is not None:
             # By which engines know what GPU trains.
@@ -133,8 +136,9 @@ class DTensorBackend(Accumulating):
 
     def _set_up_sharded(self, keeps_reference: bool) -> None:
         config, given = self.config, self._given
-        timeout = config.collective_timeout_s
-        self.world = mesh.join(config.parallel, config.trainer.device, timeout_s=timeout)
+        self.world = mesh.join(
+            config.parallel, config.trainer.device, timeout_s=config.collective_timeout_s
+        )
         self.device = self.world.device
         self._model = build(config, self.world, given=given, frozen=not config.trains)
         self._base = fingerprint(self._model, self.world)
@@ -272,9 +276,10 @@ def _balance(
     if not backend._batches:
         mixtures.forget()
     if require_one_batch(backend.config.trainer, backend._batches):
-        empty = ((part, torch.zeros_like(part.loss_mask)) for part in parts)
+        forward = backend._forward[backend.model]
         passes = (
-            backend._forward[backend.model](*_next(backend, *each), Needs()) for each in empty
+            forward(*_next(backend, part, torch.zeros_like(part.loss_mask)), Needs())
+            for part in parts
         )
         mixtures.weigh(batch.num_tokens, passes)
 

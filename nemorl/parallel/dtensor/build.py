@@ -138,8 +138,7 @@ def load_folder(model: Any, folder: Path, *, seed: int) -> set[str]:
 def copy_whole(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """Copy each parameter's shard out of the whole tensors that every rank has, by name."""
     for name, parameter in live_tensors(model).items():
-        value = whole.get(name.replace(".base_layer.", "."))
-        if value is None:
+        if (value := whole.get(name.replace(".base_layer.", "."))) is None:
             continue
         value = value.detach().to(parameter.device, parameter.dtype)
         if isinstance(parameter, DTensor):

@@ -2,8 +2,6 @@
 balance this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -43,19 +41,30 @@ class Mixtures:
         self.forget()
 
     def _check(self) -> None:
-        coef, rate = self.trainer.router_aux_loss_coef, self.trainer.router_bias_update_rate
         kind, biased = self.config.model_type, any(True for _ in self._biases())
-        remedy = "take trainer.router_bias_update_rate" if biased else "remove it"
         known = bool(self.routers) and hasattr(self.config, "router_aux_loss_coef")
-        wanted = f"must be 0 for {kind}, for which Hugging Face has no such loss"
-        require(known or not coef, "trainer.router_aux_loss_coef", wanted, coef, remedy)
-        wanted = f"must be 0 for {kind}, whose routers have no {BIAS}"
-        remedy = "take trainer.router_aux_loss_coef" if known else "remove it"
-        require(biased or not rate, "trainer.router_bias_update_rate", wanted, rate, remedy)
-        wanted = f"must be off for {kind}, whose experts get all tokens"
-        remedy, replays = "remove it", self.trainer.router_replay
+        require(
+            known or not self.trainer.router_aux_loss_coef,
+            "trainer.router_aux_loss_coef",
+            f"must be 0 for {kind}, for which Hugging Face has no such loss",
+            self.trainer.router_aux_loss_coef,
+            "take trainer.router_bias_update_rate" if biased else "remove it",
+        )
+        require(
+            biased or not self.trainer.router_bias_update_rate,
+            "trainer.router_bias_update_rate",
+            f"must be 0 for {kind}, whose routers have no {BIAS}",
+            self.trainer.router_bias_update_rate,
+            "take trainer.router_aux_loss_coef" if known else "remove it",
+        )
         can = bool(experts_of(self.config)) and len(self.routers) == len(self.blocks)
-        require(can or not replays, "trainer.router_replay", wanted, replays, remedy)
+        require(
+            can or not self.trainer.router_replay,
+            "trainer.router_replay",
+            f"must be off for {kind}, whose experts get all tokens",
+            True,
+            "remove it",
+        )
 
     def forget(self) -> None:
         """Drop what was counted since the last step."""

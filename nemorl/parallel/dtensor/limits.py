@@ -28,21 +28,33 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
                 f"{setting} needs the package bitsandbytes, which can't be imported: pip install"
                 " 'nemorl[bitsandbytes]'"
             )
-    rate, wanted = config.trainer.router_bias_update_rate, "must be 0 with lora.rank"
-    remedy = "remove it: the biases are the base model's, which adapters leave as it is"
+    rate = config.trainer.router_bias_update_rate
     require(
-        not (rate and config.lora.rank), "trainer.router_bias_update_rate", wanted, rate, remedy
+        not (rate and config.lora.rank),
+        "trainer.router_bias_update_rate",
+        "must be 0 with lora.rank",
+        rate,
+        "remove it: the biases are the base model's, which adapters leave as it is",
     )
-    replays, wanted = config.trainer.router_replay, "must be off with trainer.router_replay"
-    require(not (replays and plan.compile), "parallel.compile", wanted, plan.compile, "remove it")
+    require(
+        not (config.trainer.router_replay and plan.compile),
+        "parallel.compile",
+        "must be off with trainer.router_replay",
+        plan.compile,
+        "remove it",
+    )
     check_quantized(quantize, ranks=plan.num_ranks > 1 or plan.needs_ranks)
 
 
 def check_quantized(quantize: str, *, ranks: bool) -> None:
     """Raise ValueError for weights in 4 bits where FSDP2 would shard them."""
-    requirement = "must be none on ranks, whose FSDP2 can't divide weights in 4 bits"
-    remedy = "train on one device, without torchrun, parallel.compile, cpu_offload and selective"
-    require(quantize == "none" or not ranks, "lora.quantize", requirement, quantize, remedy)
+    require(
+        quantize == "none" or not ranks,
+        "lora.quantize",
+        "must be none on ranks, whose FSDP2 can't divide weights in 4 bits",
+        quantize,
+        "train on one device, without torchrun, parallel.compile, cpu_offload and selective",
+    )
 
 
 def settled(config: BackendConfig, kind: str, proofs: Proofs) -> BackendConfig:

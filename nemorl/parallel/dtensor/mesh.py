@@ -1,7 +1,5 @@
 """The place of this process among ranks that torchtitan has arranged in a mesh."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 
@@ -31,9 +29,8 @@ def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None
             mesh.get_group().set_timeout(timeout)
     place: dict[str, Any] = {}
     for name, axis in (("data", "batch"), ("cp", "cp"), ("tp", "tp")):
-        mesh = dims.get_optional_mesh(axis)
-        place[f"{name}_rank"] = 0 if mesh is None else mesh.get_local_rank()
-        place[f"{name}_group"] = None if mesh is None else mesh.get_group()
+        if (mesh := dims.get_optional_mesh(axis)) is not None:
+            place |= {f"{name}_rank": mesh.get_local_rank(), f"{name}_group": mesh.get_group()}
     if dist.get_backend() != "fake":  # which tries a plan in one process
         place["control_group"] = dist.new_group(backend="gloo", timeout=timeout)
         place["saving_group"] = dist.new_group(backend="gloo", timeout=SLOWEST_SAVE)

@@ -1,10 +1,7 @@
 """Optimizers of parameters that ranks may share, whose numbers do not depend on the sharing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -167,8 +164,7 @@ class AdamW8bit:
                 local = local.view(local_part(matrix).shape[0], -1)
             if isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1:
                 where: Any = (matrix.device_mesh, matrix.placements)
-                strides = torch.empty(shape, device="meta").stride()
-                size: Any = {"shape": shape, "stride": strides}
+                size: Any = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
                 local = DTensor.from_local(local, *where, run_check=False, **size)
             state[name] = local
         return state
@@ -183,16 +179,20 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizers:
         return Optimizers(adamw)
     if config.name == "adamw8bit":
         return Optimizers(AdamW8bit(hidden, config), adamw)
-    options = {"lr": config.lr, "weight_decay": config.weight_decay}
-    muon = Muon(hidden.values(), momentum=config.momentum, **options)
+    muon = Muon(
+        hidden.values(),
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+    )
     return Optimizers(muon, adamw)
 
 
 def _hidden_matrices(model: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     outer = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     outer.add(id(head_of(model).weight))
-    experts = (block.experts.parameters(recurse=False) for block in blocks_of(model))
-    stacks = {id(each) for each in chain(*experts)}
+    blocks = blocks_of(model)
+    stacks = {id(each) for block in blocks for each in block.experts.parameters(recurse=False)}
     return {
         name: each
         for name, each in trained.items()

@@ -82,8 +82,7 @@ def _spread(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         if not isinstance(parameter, DTensor):
             spread = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-            own = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-            module.register_parameter(name, own)
+            setattr(module, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
 
 
 def _moved(values: Tensor, mesh: DeviceMesh, layout: Placement, wanted: Placement) -> Tensor:

@@ -2,8 +2,6 @@
 log-probabilities are asked for. Planned on the CPU: no GPU is waited for.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -161,13 +159,12 @@ def split_work(
     ids, positions, segment_ids, wanted = (
         x.cpu() for x in (batch.input_ids, batch.position_ids, batch.segment_ids, wanted)
     )
-    next_ids, predicts = (
-        split.take(shift(predicted(batch))),
-        split.take(shift(wanted & same_segment(segment_ids))),
-    )
+    next_ids = split.take(shift(predicted(batch)))
+    predicts = split.take(shift(wanted & same_segment(segment_ids)))
     states = predicts.flatten().nonzero()[:, 0]
-    soft: dict[str, Any] = soft_targets(batch)
-    soft = {name: split.take(shift(x)).flatten(0, 1)[states] for name, x in soft.items()}
+    soft: dict[str, Any] = {
+        name: split.take(shift(x)).flatten(0, 1)[states] for name, x in soft_targets(batch).items()
+    }
     return Work(
         input_ids=split.take(ids),
         position_ids=split.take(positions),
@@ -178,17 +175,6 @@ def split_work(
         split=split,
         **soft,
     )
-
-
-def _comparable_routes(batch: TokenBatch) -> np.ndarray | None:
-    """Return bytes per token that are equal where its experts are; None without experts."""
-    if batch.route_ids is not None:  # bytes in the order of the numbers
-        return batch.route_ids.cpu().flatten().numpy().astype(">i4")[:, None].view(np.uint8)
-    if batch.routed_experts is None:
-        return None
-    assert isinstance(batch.routed_experts, Tensor)
-    routed = batch.routed_experts.cpu().flatten(0, 1).flatten(1).contiguous()
-    return routed.numpy().view(np.uint8)
 
 
 def shift(values: Tensor) -> Tensor:
@@ -210,8 +196,13 @@ def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]]
     ([0, 1, 2, 5], [0, 1, 2, 0, 1, 3])
     """
     alike = batch.input_ids.cpu().flatten()[:, None].numpy().view(np.uint8)
-    if (routes := _comparable_routes(batch)) is not None:
-        alike = np.concatenate((alike, routes), axis=1)
+    if batch.route_ids is not None:  # bytes in the order of the numbers
+        routes = batch.route_ids.cpu().flatten().numpy().astype(">i4")[:, None]
+        alike = np.concatenate((alike, routes.view(np.uint8)), axis=1)
+    elif batch.routed_experts is not None:
+        assert isinstance(batch.routed_experts, Tensor)
+        experts = batch.routed_experts.cpu().flatten(0, 1).flatten(1).contiguous().numpy()
+        alike = np.concatenate((alike, experts.view(np.uint8)), axis=1)
     owner, real = np.arange(len(alike)), (batch.segment_ids.cpu() > 0).flatten().numpy()
     begins, lengths = (found.tolist() for found in begins_and_lengths(batch.segment_ids.cpu()))
     spans = [slice(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]
@@ -247,9 +238,9 @@ class HeadInputs:
     target_weights: Float[Tensor, "tokens k"] | None = None
 
     @classmethod
-    def of(cls, batch: TokenBatch, work: Work, *, chunk: int, needs: Needs) -> HeadInputs:
-        ids, weights = work.target_ids, work.target_weights
-        ids = ids if needs.targets or weights is not None else None
+    def of(cls, batch: TokenBatch, work: Work, *, chunk: int, needs: Needs) -> "HeadInputs":
+        weights = work.target_weights
+        ids = work.target_ids if needs.targets or weights is not None else None
         return cls(work.states, work.next_ids, batch.logprob_kind, chunk, needs, ids, weights)
 
     def outputs(
@@ -290,15 +281,14 @@ class RankInputs:
     @classmethod
     def of(
         cls, batch: TokenBatch, work: Work, world: World, *, chunk: int, needs: Needs
-    ) -> RankInputs:
+    ) -> "RankInputs":
         head = HeadInputs.of(batch, work, chunk=chunk, needs=needs)
         values: dict[str, Any] = {"input_ids": work.input_ids, "position_ids": work.position_ids}
         if work.split is None:
             return cls({**values, "head_inputs": head, "segments": work.segments}, work)
         context = ContextState(work.split, work.segments)
         if world.plan.cp_method == "allgather":
-            dtype = DTYPES[world.plan.precision]
-            rows = (batch.segment_ids, batch.position_ids)
+            rows, dtype = (batch.segment_ids, batch.position_ids), DTYPES[world.plan.precision]
             context = ContextState.with_bias(*rows, work.split, dtype)
         return cls({**values, "head_inputs": head, "context": context}, work)
 
@@ -340,12 +330,10 @@ def planned(
     """Return this rank's work on a microbatch's `wanted` tokens, in main memory."""
     plan = world.plan
     if world.cp_group is None:
-        multiple = plan.row_multiple
-        return work_of(part, wanted, share=share, multiple_of=multiple, kernel=kernel)
+        return work_of(part, wanted, share=share, multiple_of=plan.row_multiple, kernel=kernel)
     cpu = torch.device("cpu")
     rows = RowSplit.of(part.input_ids.shape[1], world.cp_rank, world.cp_group, cpu)
-    whole_rows = plan.cp_method == "ulysses"
-    return split_work(part, wanted, rows, kernel=kernel if whole_rows else None)
+    return split_work(part, wanted, rows, kernel=kernel if plan.cp_method == "ulysses" else None)
 
 
 Outputs = Callable[[TokenBatch, Work, Needs], Iterable[Tensor]]
@@ -398,23 +386,17 @@ def install_head(
     `head_inputs.needs` names. The head stays a module, so that FSDP2 gathers its weight.
     """
 
-    def logprobs(
+    def outputs(
         self: nn.Module, hidden: Float[Tensor, "batch part hidden"], inputs: HeadInputs
     ) -> tuple[Tensor, ...]:
         if tp_group is not None and sequence_parallel:
-            hidden = all_gather(hidden, 1, tp_group)
-        elif tp_group is not None:
+            hidden = (all_gather_same if scalar else all_gather)(hidden, 1, tp_group)
+        elif tp_group is not None and not scalar:
             hidden = sum_backward(hidden, tp_group)
-        states = logits.scaled(hidden.flatten(0, 1).index_select(0, inputs.states))
-        return inputs.outputs(states, _local(self.weight), tp_group, softcap=logits.softcap)
-
-    def values(
-        self: nn.Module, hidden: Float[Tensor, "batch part hidden"], inputs: HeadInputs
-    ) -> tuple[Tensor, ...]:
-        if tp_group is not None and sequence_parallel:
-            hidden = all_gather_same(hidden, 1, tp_group)
-        states = hidden.flatten(0, 1).index_select(0, inputs.states)
-        return (values_of(states, _local(self.weight)),)
+        states, weight = hidden.flatten(0, 1).index_select(0, inputs.states), _local(self.weight)
+        if scalar:
+            return (values_of(states, weight),)
+        return inputs.outputs(logits.scaled(states), weight, tp_group, softcap=logits.softcap)
 
     def of_model(
         self: Any, *, input_ids: Tensor, position_ids: Tensor, head_inputs: HeadInputs, **rows: Any
@@ -424,8 +406,8 @@ def install_head(
         )[0]
         return head_of(self)(hidden, head_inputs)
 
-    head, logits = head_of(model), logits_of(model.config)
-    head.forward = types.MethodType(values if is_scalar(model) else logprobs, head)
+    head, logits, scalar = head_of(model), logits_of(model.config), is_scalar(model)
+    head.forward = types.MethodType(outputs, head)
     model.forward = types.MethodType(of_model, model)
 
 

@@ -2,8 +2,6 @@
 gradients that are added up over batches.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from abc import ABC, abstractmethod
@@ -128,14 +126,19 @@ def set_step(
     own, is_adamw = config.optimizer, all("betas" in group for group in groups)
     found = {name: x for name, x in vars(given or OptimSettings()).items() if x is not None}
     for name in found.keys() & {"beta1", "beta2", "eps"}:
-        must, remedy = f"must be None with optimizer.name {own.name}", "it has no such setting"
-        require(is_adamw, f"settings.{name}", must, found[name], remedy)
+        require(
+            is_adamw,
+            f"settings.{name}",
+            f"must be None with optimizer.name {own.name}",
+            found[name],
+            "it has no such setting",
+        )
     usual = {name: getattr(own, name) for name in vars(OptimSettings())}
     usual["lr"] = learning_rate(step, own, total_steps=config.total_steps)
     taken = {**usual, "max_grad_norm": own.max_grad_norm or math.inf, **found}
     for group in groups:
-        decay = taken["weight_decay"] * group.get("decays", True)
-        group |= {"lr": taken["lr"], "weight_decay": decay}
+        group["lr"] = taken["lr"]
+        group["weight_decay"] = taken["weight_decay"] * group.get("decays", True)
         if "betas" in group:
             group |= {"betas": (taken["beta1"], taken["beta2"]), "eps": taken["eps"]}
     return taken
@@ -208,8 +211,7 @@ class Offloaded:
     def present(self, tensor: Tensor) -> Tensor:
         """Return a new tensor on the device, equal to one that is away; any other as it is."""
         local = local_part(tensor)
-        found = self._away.get(storage_of(local))
-        if found is None:
+        if (found := self._away.get(storage_of(local))) is None:
             return tensor
         # The storage may be a buffer of many parameters: only this one's part is copied.
         whole = found[1].view(local.dtype)
@@ -270,28 +272,42 @@ def require_needs(needs: Needs, batch: TokenBatch, *, head: str, vocab_size: int
     """Raise ValueError unless a model with this head has the outputs that `needs` names for a
     batch, and its targets are right.
     """
-    wanted, remedy = "scalar", "load the backend with that head"
-    if not needs.values:
-        wanted, remedy = "lm", f"{remedy}, or declare @nemorl.needs(values=True)"
-    requirement = f"must be {wanted} for {' and '.join(needs.outputs)}"
-    require(head == wanted, "the model's head", requirement, head, remedy)
-    requirement, remedy = f"must be at most the vocabulary's {vocab_size}", "ask for fewer tokens"
-    require(needs.top_k <= vocab_size, "needs.top_k", requirement, needs.top_k, remedy)
-    ids = batch.target_ids
-    shape = None if ids is None else tuple(ids.shape)
-    requirement = "must be [batch, seq, k] for a loss that needs targets"
-    remedy = "give each token k ids, as a teacher's likeliest ones, or leave targets=True out"
+    wanted = "scalar" if needs.values else "lm"
     require(
-        not needs.targets or len(shape or ()) == 3, "batch.target_ids", requirement, shape, remedy
+        head == wanted,
+        "the model's head",
+        f"must be {wanted} for {' and '.join(needs.outputs)}",
+        head,
+        "load the backend with that head"
+        + ", or declare @nemorl.needs(values=True)" * (not needs.values),
+    )
+    require(
+        needs.top_k <= vocab_size,
+        "needs.top_k",
+        f"must be at most the vocabulary's {vocab_size}",
+        needs.top_k,
+        "ask for fewer tokens",
+    )
+    shape = None if batch.target_ids is None else tuple(batch.target_ids.shape)
+    require(
+        not needs.targets or len(shape or ()) == 3,
+        "batch.target_ids",
+        "must be [batch, seq, k] for a loss that needs targets",
+        shape,
+        "give each token k ids, as a teacher's likeliest ones, or leave targets=True out",
     )
     check_targets(batch, vocab_size=vocab_size)
 
 
 def require_training(config: BackendConfig) -> None:
     """Raise ValueError unless the backend trains its model."""
-    requirement = "must be True for steps and checkpoints of a model"
-    remedy = "omit trains=False where the backend is made"
-    require(config.trains, "trains", requirement, False, remedy)
+    require(
+        config.trains,
+        "trains",
+        "must be True for steps and checkpoints of a model",
+        False,
+        "omit trains=False where the backend is made",
+    )
 
 
 def whole_outputs(
@@ -318,12 +334,9 @@ def merged_metrics(metrics: Metrics, measured: Metrics, world: World) -> Metrics
     """Return the metrics of all rows, and what each rank measured; a collective call."""
     if world.size == 1:
         return {**metrics, **measured}
-    first = world.is_last_stage and world.cp_rank == world.tp_rank == 0
-    own = {**metrics, **measured} if first else measured
-    return world.merge_objects(in_main_memory(own), merge)
-
-
-NO_MODEL = "the training backend has no model: call setup() first, and nothing after shutdown()"
+    if world.is_last_stage and world.cp_rank == world.tp_rank == 0:
+        measured = {**metrics, **measured}
+    return world.merge_objects(in_main_memory(measured), merge)
 
 
 class Accumulating(InTurns, ABC):
@@ -367,8 +380,12 @@ class Accumulating(InTurns, ABC):
         if (initial := config.same_initial_model_as) is not None:
             Saved(initial, self.world).require_base(self._base)
         self._writer = CheckpointWriter(self.world)
-        sizes = self.model.config, self.world.device, self.world.plan
-        self.meter = StepMeter(*sizes, frozen_weights=bool(config.lora.rank))
+        self.meter = StepMeter(
+            self.model.config,
+            self.world.device,
+            self.world.plan,
+            frozen_weights=bool(config.lora.rank),
+        )
         self._forget()
         torch.manual_seed(config.seed)
 
@@ -384,7 +401,10 @@ class Accumulating(InTurns, ABC):
 
     def _loaded(self) -> Any:
         if self._model is None:
-            raise RuntimeError(NO_MODEL)
+            raise RuntimeError(
+                "the training backend has no model: call setup() first, and nothing after"
+                " shutdown()"
+            )
         return self._model
 
     @property
@@ -481,8 +501,8 @@ class Accumulating(InTurns, ABC):
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
         if not self.config.keep_reference:
             raise RuntimeError("no reference is kept: set up the backend with keep_reference=True")
-        output = self.compute(batch, Needs(), reference=True)
-        return Logprobs(output.token_logprobs, batch.logprob_kind)
+        found = self.compute(batch, Needs(), reference=True).token_logprobs
+        return Logprobs(found, batch.logprob_kind)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         self._away.restore()
@@ -497,8 +517,8 @@ class Accumulating(InTurns, ABC):
     def forward_backward(
         self, batch: TokenBatch, loss_fn: LossFn, *, token_logprobs: bool = False
     ) -> Output:
-        """Add the gradient of a batch's loss. Raises: RanksLost for an error while ranks sum
-        gradients; any other error drops what was added since the last step.
+        """Add the gradient. Raises: RanksLost for an error while ranks sum gradients; any other
+        error drops what was added since the last step.
         """
         require_training(self.config)
         self._away.restore()
@@ -517,8 +537,9 @@ class Accumulating(InTurns, ABC):
             with profiled(self.config.profile, step=step, rank=rank, last=False):
                 layout = self.cutting.own_layout(batch, self.place, replay=True)
                 metrics, loss = self._gradients(layout, loss_fn, needs)
-            merged = merged_metrics(metrics, {}, self.world)
-            found = whole_outputs(kept, layout, Needs(), self.world) if token_logprobs else None
+            merged, found = merged_metrics(metrics, {}, self.world), None
+            if token_logprobs:
+                found = whole_outputs(kept, layout, Needs(), self.world).token_logprobs
         except BaseException as error:
             if self.optimizer.reducing:
                 raise RanksLost(
@@ -528,11 +549,11 @@ class Accumulating(InTurns, ABC):
             self._forget()
             raise
         self._batches, self._loss = [*self._batches, batch], self._loss + loss
-        return Output(merged, found.token_logprobs if found else None)
+        return Output(merged, found)
 
     def optim_step(self, settings: OptimSettings | None = None) -> Metrics:
-        """Take an optimizer step along the gradients added since the last one. Raises:
-        FloatingPointError, with unchanged weights, if loss or gradient is not finite.
+        """Take the step. Raises: FloatingPointError, with unchanged weights, if loss or gradient is
+        not finite.
         """
         require_training(self.config)
         if not self._batches:
@@ -547,8 +568,7 @@ class Accumulating(InTurns, ABC):
             # Counted before the weights change: after an error in the update the step has begun.
             self.step += 1
             self._update(grad_norm, taken["max_grad_norm"])
-            measured = self.meter.end(batches, copied=copied)
-            metrics = merged_metrics({}, measured, self.world)
+            metrics = merged_metrics({}, self.meter.end(batches, copied=copied), self.world)
         return {**metrics, **of_step(batches, loss, grad_norm, taken["lr"])}
 
     def offload(self, *, keep_weights: bool = False) -> None:

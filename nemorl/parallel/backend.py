@@ -237,16 +237,7 @@ def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-NEEDED = (
-    "setup",
-    "train_step",
-    "get_logprobs",
-    "save_checkpoint",
-    "load_checkpoint",
-    "shutdown",
-)
-
-
+NEEDED = ("setup", "train_step", "get_logprobs", "save_checkpoint", "load_checkpoint", "shutdown")
 TO_GENERATE = ("open_engine", "decode", "take_weights")
 """The methods that ranks which sample have, too."""
 
@@ -287,7 +278,7 @@ class SmallBackend(InTurns):
             return self._weights
         if lacks:
             raise AttributeError(f"the training backend {type(inner).__name__} has no {name}()")
-        if name == "get_reference_logprobs":
+        if name in ("get_logprobs", "get_reference_logprobs"):
             return partial(self._logprobs, name)
         found = getattr(inner, name)
         if name == "forward_backward":
@@ -303,9 +294,6 @@ class SmallBackend(InTurns):
         self._count += 1
         return metrics
 
-    def get_logprobs(self, batch: TokenBatch) -> Logprobs:
-        return self._logprobs("get_logprobs", batch)
-
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         options = {"background": True} if background else {}
         self.inner.save_checkpoint(path, **options)
@@ -318,8 +306,7 @@ class SmallBackend(InTurns):
             self._count = json.loads((path / "step.json").read_bytes())
 
     def _logprobs(self, method: str, batch: TokenBatch) -> Logprobs:
-        with self.turn:
-            found = getattr(self.inner, method)(batch)
+        found = self._hold(getattr(self.inner, method), batch)
         return found if isinstance(found, Logprobs) else Logprobs(found, batch.logprob_kind)
 
     def _output(self, method: Callable[..., Any], *args: Any, **options: Any) -> Output:

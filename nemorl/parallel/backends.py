@@ -28,8 +28,7 @@ class OwnLimits:
         return getattr(self.backend, "traits", TrainingTraits())
 
     def check(self, config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
-        check = getattr(self.backend, "check", None)
-        if check is not None:
+        if check := getattr(self.backend, "check", None):
             with checked_by(f"training backend {self.backend.__name__}"):
                 check(config, model, plan)
 

@@ -20,10 +20,14 @@ def require_one_batch(trainer: TrainerConfig, earlier: Sequence[Any]) -> float:
     """Return the loss's coefficient. Raises ValueError if it is not 0 and gradients of earlier
     batches wait for a step.
     """
-    coef, field = trainer.router_aux_loss_coef, "trainer.router_aux_loss_coef"
-    wanted = "must be 0 where gradients of several batches are added: its loss is of one"
-    remedy = "call optim_step() after each forward_backward(), with larger batches"
-    require(not (coef and earlier), field, wanted, coef, remedy)
+    coef = trainer.router_aux_loss_coef
+    require(
+        not (coef and earlier),
+        "trainer.router_aux_loss_coef",
+        "must be 0 where gradients of several batches are added: its loss is of one",
+        coef,
+        "call optim_step() after each forward_backward(), with larger batches",
+    )
     return coef
 
 
@@ -55,8 +59,7 @@ class Load:
 
     def pull(self, count: int, *, coef: float) -> "Pull":
         """Return what a token adds to the gradient of coef · `loss`, whose shares are fixed."""
-        shares = self.sums[0] / count
-        return Pull((coef * self.sums.shape[1] / count * shares).float())
+        return Pull((coef * self.sums.shape[1] / count * (self.sums[0] / count)).float())
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,12 @@ class _Pulled(torch.autograd.Function):
 
 def require_routes(batch: TokenBatch, config: Any, *, layers: int) -> None:
     """Raise ValueError where a batch has no experts of the sampler, or another model's."""
-    experts, field = batch.routed_experts, "routed_experts"
+    experts = batch.routed_experts
     if isinstance(experts, RankRoutes):
         return  # checked where it was cut
     require(
         experts is not None,
-        field,
+        "routed_experts",
         "must be in every batch with trainer.router_replay",
         experts,
         "have an engine sample that records them (generation.backend torch, megatron or vllm), or"
@@ -116,7 +119,12 @@ def require_routes(batch: TokenBatch, config: Any, *, layers: int) -> None:
     sizes, count = (layers, config.num_experts_per_tok), num_experts(config)
     shape, most = tuple(experts.shape[2:]), int(experts.max()) if experts.numel() else -1
     remedy = "sample with the model that is trained"
-    requirement = f"must be [batch, seq, *{sizes}], the model's layers and experts of a token"
-    require(shape == sizes, field, requirement, tuple(experts.shape), remedy)
-    requirement = f"must be numbers of the model's {count} experts"
-    require(most < count, field, requirement, most, remedy)
+    require(
+        shape == sizes,
+        "routed_experts",
+        f"must be [batch, seq, *{sizes}], the model's layers and experts of a token",
+        tuple(experts.shape),
+        remedy,
+    )
+    must = f"must be numbers of the model's {count} experts"
+    require(most < count, "routed_experts", must, most, remedy)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Layout:
         return self.packing, self.microbatches[rank]
 
     def experts(self, rank: int) -> Int[Tensor, "tokens layers topk"]:
-        own = torch.tensor([row for part in self.microbatches[rank] for row in part]).long()
+        own = torch.tensor([*chain(*self.microbatches[rank])]).long()
         experts, segments = self.rows.routed_experts, self.rows.segment_ids.cpu()
         assert isinstance(experts, Tensor)
         return experts.cpu()[own][segments[own] > 0]
@@ -72,7 +73,7 @@ class Layout:
         own = [_widened(v, width) for v, rows in zip(values, plan, strict=True) if rows]
         if not own:
             return placed
-        rows = torch.tensor([row for part in plan for row in part])
+        rows = torch.tensor([*chain(*plan)])
         return placed.index_copy(0, to_device(rows, placed.device), torch.cat(own))
 
     def restore(
@@ -126,18 +127,18 @@ class Cutting:
 
     def routes(self, batch: TokenBatch) -> dict[tuple[int, int], RankRoutes]:
         """Return each rank's routes of a batch, by data rank and place in the pipeline."""
-        layout, found = self.layout(batch), dict[tuple[int, int], RankRoutes]()
-        for rank in range(self.plan.data_ranks):
-            for pp_rank, routes in enumerate(self._routes(layout, rank, range(self.plan.pp))):
-                found[rank, pp_rank] = routes
-        return found
+        layout, pp_ranks = self.layout(batch), range(self.plan.pp)
+        return {
+            (rank, pp_rank): routes
+            for rank in range(self.plan.data_ranks)
+            for pp_rank, routes in enumerate(self._routes(layout, rank, pp_ranks))
+        }
 
     def _routes(self, layout: Layout, rank: int, pp_ranks: Sequence[int]) -> Iterator[RankRoutes]:
         experts, plan = layout.experts(rank), self.plan
         ids = None if plan.pp == 1 else _ids(experts)
         for pp_rank in pp_ranks:
-            stages = plan.stages.layers(self.layers)[pp_rank :: plan.pp]
-            layers = [layer for stage in stages for layer in stage]
+            layers = [*chain(*plan.stages.layers(self.layers)[pp_rank :: plan.pp])]
             own = experts if plan.pp == 1 else experts[:, layers]
             yield RankRoutes(own, ids, layout.plans(rank))
 
@@ -200,8 +201,7 @@ def cut(
     dealt: Plan = (tuple(range(len(rows))),)
     if num_ranks > 1:
         dealt = shard_by_rank(rows, num_ranks, units=alike)
-    counts = [len(_microbatches(rows, config, own, alike, 1)) for own in dealt]
-    count = max(min_microbatches, *counts)
+    count = max(len(_microbatches(rows, config, own, alike, min_microbatches)) for own in dealt)
     microbatches = tuple(_microbatches(rows, config, own, alike, count) for own in dealt)
     return Layout(rows, microbatches, packing, lengths, batch.input_ids.shape[1], multiple_of)
 
@@ -243,12 +243,12 @@ def _microbatches(
             budget = max(MICRO_BATCH_TOKENS, longest)
     if budget is not None:
         place = {row: index for index, row in enumerate(own)}
-        parts = ([place[row] for row in unit if row in place] for unit in units or ())
-        together = tuple(tuple(part) for part in parts if part) or None
+        parts = (tuple(place[row] for row in unit if row in place) for unit in units or ())
+        together = tuple(filter(None, parts)) or None
         plan = split_microbatches(
             mine, token_budget=budget, min_microbatches=at_least, units=together
         )
     else:
-        size = config.train_micro_batch_size or max(1, len(mine))
+        size = config.train_micro_batch_size or len(mine)
         plan = split_microbatches(mine, rows=size, min_microbatches=at_least)
     return tuple(tuple(own[row] for row in part) for part in plan)

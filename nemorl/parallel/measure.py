@@ -145,11 +145,14 @@ class StepMeter:
         *,
         frozen_weights: bool = False,
     ) -> None:
-        self.model_config, self.device = model_config, device
-        self.num_ranks, self.model_ranks = plan.num_ranks, plan.model_ranks
-        self.weights = weights_per_token(model_config)
-        self.frozen_weights, self.peak_flops = frozen_weights, peak_flops(device)
+        self.device, self.plan, self.peak_flops = device, plan, peak_flops(device)
         self.accelerated = is_accelerator(device)
+        self.flops: Any = partial(
+            flops_per_step,
+            model_config,
+            frozen_weights=frozen_weights,
+            weights=weights_per_token(model_config),
+        )
         self.started = 0.0
 
     def begin(self) -> None:
@@ -159,21 +162,17 @@ class StepMeter:
         self.started = time.perf_counter()
 
     def end(self, batches: Sequence[TokenBatch], *, copied: int = 0) -> Metrics:
-        memory, shared = main_memory_peak, copied / self.model_ranks
+        memory, shared = main_memory_peak, copied / self.plan.model_ranks
         if self.accelerated:
             module = torch.get_device_module(self.device)
             module.synchronize(self.device)
             memory = partial(module.max_memory_allocated, self.device)
 
-        def number(value: float) -> torch.Tensor:
-            return torch.tensor(value, dtype=torch.float64)
-
+        number = partial(torch.tensor, dtype=torch.float64)
         seconds = number(time.perf_counter() - self.started)
         lengths = [length for batch in batches for length in segment_lengths(batch)]
-        how: Any = {"frozen_weights": self.frozen_weights, "weights": self.weights}
-        flops: Any = partial(flops_per_step, self.model_config, **how)
-        work = flops(lengths) / self.num_ranks + flops((), copied=shared)
-        tokens = number(sum(lengths) / self.num_ranks)
+        work = self.flops(lengths) / self.plan.num_ranks + self.flops((), copied=shared)
+        tokens = number(sum(lengths) / self.plan.num_ranks)
         metrics: dict[str, Any] = {
             "trainer/seconds": Mean(seconds, number(1.0)),
             "trainer/memory_gb": Max(number(memory() / GIGABYTE)),
@@ -219,8 +218,7 @@ def main_memory_peak() -> int:
     if not status.exists():
         return psutil.Process().memory_info().rss
     # Not ru_maxrss, which is the parent process's where it had more.
-    lines = status.read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -2,8 +2,6 @@
 plain transformers, sequence by sequence.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import socket
@@ -73,7 +71,7 @@ class Outputs:
     values: list[Tensor]
     gradients: dict[str, Tensor]
 
-    def worst(self, other: Outputs) -> float:
+    def worst(self, other: "Outputs") -> float:
         pairs = zip(self.values, other.values, strict=True)
         found = max(float((a - b).abs().max()) for a, b in pairs)
         if self.gradients.keys() != other.gradients.keys():
@@ -102,8 +100,7 @@ def prove(config: Any, *, device: str = "cpu") -> dict[Capability, Proof]:
         copy_code(folder, tiny_model(tiny))
         ranks = _start_ranks(folder, trust=has_own_code(config))
         try:
-            found = on_one_device(tiny, device)
-            return {**found, **_of_ranks(ranks, folder)}
+            return {**on_one_device(tiny, device), **_of_ranks(ranks, folder)}
         finally:
             for rank in ranks:
                 rank.kill()
@@ -199,8 +196,13 @@ def computed(
     with trained(copy.deepcopy(model), settings) as backend:
         batch = batch_of(rows, temperature)
         if left:
-            shifts = batch.input_ids.shape[1] - batch.lengths
-            batch = each_array(batch, lambda x, free: _rolled(x, shifts.tolist()))
+            shifts = (batch.input_ids.shape[1] - batch.lengths).tolist()
+            batch = each_array(
+                batch,
+                lambda x, _: torch.stack(
+                    [row.roll(n, 0) for row, n in zip(x, shifts, strict=True)]
+                ),
+            )
         backend.forward_backward(batch, weighted)
         output = backend.compute(batch, Needs(entropy=True))
         values = []
@@ -208,10 +210,6 @@ def computed(
             mask = batch.response_mask[row]
             values += [output.token_logprobs[row][mask], output.entropy[row][mask]]
         return Outputs([x.detach().cpu() for x in values], _gradients(backend.model))
-
-
-def _rolled(values: Tensor, shifts: list[int]) -> Tensor:
-    return torch.stack([row.roll(n, 0) for row, n in zip(values, shifts, strict=True)])
 
 
 def weighted(output: Any, batch: TokenBatch) -> LossOutput:
@@ -237,16 +235,18 @@ def _weights(response: list[int]) -> Tensor:
 
 
 def _gradients(model: Any) -> dict[str, Tensor]:
-    found = {
-        name: full_tensor(p.grad) for name, p in live_tensors(model).items() if p.grad is not None
+    return {
+        name: full_tensor(p.grad).detach().cpu().clone()
+        for name, p in live_tensors(model).items()
+        if p.grad is not None
     }
-    return {name: gradient.detach().cpu().clone() for name, gradient in found.items()}
 
 
 def _settings(trainer: TrainerConfig, **others: Any) -> BackendConfig:
-    plan = ParallelPlan(param_dtype="float32")
-    usual = {"trainer": trainer, "parallel": plan, "proofs": ASSUMED}
-    return BackendConfig(**{**usual, "collective_timeout_s": COLLECTIVE_S, **others})
+    others = {"parallel": ParallelPlan(param_dtype="float32"), **others}
+    return BackendConfig(
+        trainer=trainer, proofs=ASSUMED, collective_timeout_s=COLLECTIVE_S, **others
+    )
 
 
 @contextmanager
@@ -301,8 +301,7 @@ def sampled_differ(engine: Any, model: Any, rows: Any) -> float:
     params = SamplingParams(n=2, max_new_tokens=24, ignore_eos=True, seed=3)
     answers = engine.generate(prompts, params)
     pairs = [(prompts[i // 2], list(each.token_ids)) for i, each in enumerate(answers)]
-    found = [torch.tensor(each.logprobs) for each in answers]
-    return _logprobs_differ(model, pairs, found)
+    return _logprobs_differ(model, pairs, (torch.tensor(each.logprobs) for each in answers))
 
 
 def _start_ranks(folder: Path, *, trust: bool) -> list[subprocess.Popen[bytes]]:
@@ -314,11 +313,9 @@ def _start_ranks(folder: Path, *, trust: bool) -> list[subprocess.Popen[bytes]]:
     started = []
     for rank in range(2):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = {**os.environ, **shared, **own}
         with (folder / f"rank{rank}.log").open("wb") as log:
-            process = subprocess.Popen(
-                command, env={**os.environ, **shared, **own}, stdout=log, stderr=log
-            )
-        started.append(process)
+            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     return started
 
 
@@ -344,9 +341,8 @@ def on_ranks(config: Any) -> dict[Capability, Proof]:
     trainer = TrainerConfig(device="cpu", share_prompts=False)
 
     def attempt(plans: tuple[ParallelPlan, ...]) -> float:
-        own = (replace(plan, param_dtype="float32") for plan in plans)
-        each = (_settings(trainer, parallel=plan) for plan in own)
-        return max(of.worst(computed(model, rows, settings)) for settings in each)
+        own = (_settings(trainer, parallel=replace(plan, param_dtype="float32")) for plan in plans)
+        return max(of.worst(computed(model, rows, settings)) for settings in own)
 
     return {name: proof_of(partial(attempt, plans)) for name, plans in PLANS.items()}
 

@@ -115,7 +115,7 @@ class Ranking:
             if is_number(found.get(self.metric))
         }
         later_first = list(reversed(values))
-        return sorted(later_first, key=lambda key: values[key], reverse=higher)[:count]
+        return sorted(later_first, key=values.__getitem__, reverse=higher)[:count]
 
 
 @dataclass

@@ -40,9 +40,13 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         for each in self.models.values() if self.engine or self.own_devices else ():
-            must = "must be a folder for teacher.engine and teacher.own_devices"
-            fits = each not in (None, LIVE) and not each.startswith("http")
-            require(fits, "teacher.model", must, each, "name one, or remove these")
+            require(
+                each not in (None, LIVE) and not each.startswith("http"),
+                "teacher.model",
+                "must be a folder for teacher.engine and teacher.own_devices",
+                each,
+                "name one, or remove these",
+            )
 
     @property
     def models(self) -> Mapping[str, str | None]:
@@ -106,23 +110,36 @@ class DistillConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(0, reward_coef=self.reward_coef)
-        must, names = "must be off, as all tokens are compared", ["top_k", "top_p", "min_p"]
-        refuse_unused("generation", self.generation, must, "remove it", names=names)
-        given, must = self.off_policy.proximal, "must be recompute for distill"
-        require(given == "recompute", "off_policy.proximal", must, given, "remove it")
+        refuse_unused(
+            "generation",
+            self.generation,
+            "must be off, as all tokens are compared",
+            "remove it",
+            names=("top_k", "top_p", "min_p"),
+        )
+        require(
+            self.off_policy.proximal == "recompute",
+            "off_policy.proximal",
+            "must be recompute for distill",
+            self.off_policy.proximal,
+            "remove it",
+        )
         if not self.on_policy:
             must = "has no use without on_policy, where nothing is sampled"
             refuse_unused("", self, must, "remove it", names=SAMPLING)
-            fits, kind = isinstance(self.distillation, TopTokens), self.distillation.name
-            must, remedy = "must be top_k without on_policy", "add --distillation top_k"
-            require(fits, "distillation", must, kind, remedy)
+            require(
+                isinstance(self.distillation, TopTokens),
+                "distillation",
+                "must be top_k without on_policy",
+                self.distillation.name,
+                "add --distillation top_k",
+            )
         if isinstance(self.distillation, SampledTokens):
             require_token_loss(self, "distillation sampled")
         if self.reward_coef:
             check_groups(self)
         else:
-            must = "needs reward_coef above 0"
-            refuse_unused("", self, must, "set it", names=["advantage"])
+            refuse_unused("", self, "needs reward_coef above 0", "set it", names=["advantage"])
 
     def generates(self, *, answers: bool) -> bool:
         return self.on_policy or answers

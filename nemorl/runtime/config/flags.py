@@ -297,10 +297,10 @@ def _setting(
 def _metavar(hint: Any) -> str:
     members = kinds(plain(hint))
     lists = [typing.get_args(kind)[0] for kind in members if typing.get_origin(kind) is tuple]
-    words = [_word(kind) for kind in members if kind is not NoneType]
     if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ()):
         return _word(lists[0])
-    return f"[{_word(lists[0])} ...]" if lists else "|".join(words)
+    words = "|".join(_word(kind) for kind in members if kind is not NoneType)
+    return f"[{_word(lists[0])} ...]" if lists else words
 
 
 def _read(members: Sequence[Any], lists: Sequence[Any], texts: list[str]) -> Any:
@@ -331,8 +331,7 @@ def _value(text: str, members: Sequence[Any]) -> Any:
             choices |= {str(choice): choice for choice in typing.get_args(member)}
     if text in choices:
         return choices[text]
-    readers: tuple[Callable[[str], Any], ...] = (int, float, json.loads)
-    for read in readers:
+    for read in (int, float, json.loads):
         with contextlib.suppress(ValueError):
             return read(text)
     return text

@@ -518,9 +518,13 @@ class OnlineConfig(RewardConfig, BaseConfig):
 def require_token_loss(config: OnlineConfig, what: str) -> None:
     """Refuse a loss of whole sequences for advantages that differ inside them."""
     loss = config.loss
-    whole = isinstance(loss, GMPOLoss) or (isinstance(loss, GSPOLoss) and not loss.token_gradient)
-    must, remedy = f"must be of tokens with {what}", "take another, or gspo --loss.token-gradient"
-    require(not whole, "loss", must, loss.name, remedy)
+    require(
+        not isinstance(loss, GMPOLoss | GSPOLoss) or getattr(loss, "token_gradient", False),
+        "loss",
+        f"must be of tokens with {what}",
+        loss.name,
+        "take another, or gspo --loss.token-gradient",
+    )
 
 
 def check_groups(config: OnlineConfig) -> None:
@@ -535,9 +539,13 @@ def check_groups(config: OnlineConfig) -> None:
             compares_groups = not isinstance(advantage, OwnAdvantage)
     if isinstance(advantage, GroupAdvantage) and advantage.level == "turn":
         require_token_loss(config, "advantage.level turn")
-        fits = not config.overlong.buffer and advantage.baseline != "length_weighted"
-        must = "is not for overlong.buffer and advantage.baseline length_weighted"
-        require(fits, "advantage.level", must, "turn", "change one of them")
+        require(
+            not config.overlong.buffer and advantage.baseline != "length_weighted",
+            "advantage.level",
+            "is not for overlong.buffer and advantage.baseline length_weighted",
+            "turn",
+            "change one of them",
+        )
     require(
         config.num_generations_per_prompt > 1 or not compares_groups,
         "num_generations_per_prompt",

@@ -73,8 +73,17 @@ class PPOConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_token_loss(self, "a critic")
-        warmup, last, coef = self.critic.warmup_steps, self.max_num_steps, self.kl.coef
-        must, remedy = f"must be below max_num_steps ({last})", "leave steps for the policy"
-        require(warmup < last, "critic.warmup_steps", must, warmup, remedy)
-        must, remedy = "must be 0 with advantage.kl_coef above 0", "penalize in one place"
-        require(not (coef and self.advantage.kl_coef), "kl.coef", must, coef, remedy)
+        require(
+            self.critic.warmup_steps < self.max_num_steps,
+            "critic.warmup_steps",
+            f"must be below max_num_steps ({self.max_num_steps})",
+            self.critic.warmup_steps,
+            "leave steps for the policy",
+        )
+        require(
+            not (self.kl.coef and self.advantage.kl_coef),
+            "kl.coef",
+            "must be 0 with advantage.kl_coef above 0",
+            self.kl.coef,
+            "penalize in one place",
+        )

@@ -66,9 +66,10 @@ def advice(
         return hint
     if begun := [key for key in known if "." in name and key.startswith(f"{name}_")]:
         return f"; did you mean {' or '.join(map(write, begun))}?"
-    sections = name.split(".")[:-1]
-    meanings = (meaning_of(section, known, command, write) for section in reversed(sections))
-    return next((f": {found}" for found in meanings if found), "")
+    for section in reversed(name.split(".")[:-1]):
+        if meaning := meaning_of(section, known, command, write):
+            return f": {meaning}"
+    return ""
 
 
 def means_another(name: str, key: str) -> bool:

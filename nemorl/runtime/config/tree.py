@@ -455,8 +455,8 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
     if kind == "missing":
         message = "must be given: it has no default"
     elif "expected" in context or "expected_tags" in context:
-        names = (context.get("expected") or context["expected_tags"]).replace(" or ", ", ")
-        names = names.replace("'", "").split(", ")
+        names = (context.get("expected") or context["expected_tags"]).replace("'", "")
+        names = re.split(", | or ", names)
         message = f"must be one of {', '.join(names)}, but it is {value!r}"
         message += algorithm_hint(table()["values"].get(str(value), str(value)), names)
     elif variants(hint):

@@ -516,11 +516,7 @@ def length_adaptive_lambda(lengths: ResponseIds, *, alpha: float = 0.05) -> PerR
     return (1 - 1 / (alpha * lengths.clamp(min=1).float())).clamp(min=0)
 
 
-def opd(
-    teacher_logprobs: PerToken,
-    prev_logprobs: PerToken,
-    mask: TokenMask,
-) -> PerToken:
+def opd(teacher_logprobs: PerToken, prev_logprobs: PerToken, mask: TokenMask) -> PerToken:
     """Return advantages of on-policy distillation: sg(log π_teacher − log π_prev) on the mask.
 
     Source: "On-Policy Distillation" (Thinking Machines, 2025); NeMo RL `adv_estimator.name=opd`.

@@ -222,8 +222,7 @@ def interpolated_logprobs(
     alpha = torch.where(older, behind / (behind + progress).clamp(min=1), 0.0)
     known = generation.isfinite()
     sampled = torch.where(known, generation, 0.0)
-    between = torch.where(older, sampled.lerp(now, alpha), sampled)
-    return torch.where(known, between, now)
+    return torch.where(known, torch.where(older, sampled.lerp(now, alpha), sampled), now)
 
 
 def sampler_gap(

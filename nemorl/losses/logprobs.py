@@ -62,11 +62,7 @@ class LogprobKind:
 
 
 def require_same_support(
-    kind_a: LogprobKind,
-    kind_b: LogprobKind,
-    *,
-    what_a: str = "left",
-    what_b: str = "right",
+    kind_a: LogprobKind, kind_b: LogprobKind, *, what_a: str = "left", what_b: str = "right"
 ) -> None:
     """Raise LogprobKindError unless two kinds have the same temperature and filters.
 
@@ -105,9 +101,7 @@ def _column_like(value: float | Tensor, like: Tensor) -> Tensor:
     return like.new_full((), value)
 
 
-def running_mass(
-    probabilities: Float[Tensor, "*rows vocab"],
-) -> Int[Tensor, "*rows vocab"]:
+def running_mass(probabilities: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows vocab"]:
     """Return sums of the probabilities up to each, in units of 2^-50: integers, because CUDA has no
     deterministic kernel for running sums of others.
 

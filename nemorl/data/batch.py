@@ -235,7 +235,8 @@ def collate(
             for row, shape in enumerate(shapes):
                 must = f"must have the shape {shapes[0]} at each token, as in example 0"
                 require(shape == shapes[0], f"{field.name}[{row}]", must, shape, "pad it")
-            columns[field.name] = pad(sequences, value=FREE.get(field.name, 0), length=length)[0]
+            free = FREE.get(field.name, 0)
+            columns[field.name], lengths = pad(sequences, value=free, length=length)
     loss_mask = columns["loss_mask"]
     for wrong, must in (
         (loss_mask & ~columns["response_mask"], "be a subset of response_mask"),
@@ -243,7 +244,6 @@ def collate(
     ):
         if rows := wrong.any(-1).nonzero().flatten().tolist():
             raise ValueError(f"loss_mask must {must}, unlike that of example {rows[0]}")
-    lengths = torch.tensor([item.num_tokens for item in items])
     place = torch.arange(columns["input_ids"].shape[1]).expand_as(columns["input_ids"])
     real = place < lengths[:, None]
     batch = TokenBatch(

@@ -41,8 +41,9 @@ def difference(
     for number, (before, part) in enumerate(zip(saved, parts, strict=True)):
         if _digest(part) != before:
             name = names[number] if number < len(names) else f"data set {number + 1}"
-            count = f"{len(part)} rows instead of {before['rows']}"
-            return f"{name}: {'other rows' if len(part) == before['rows'] else count}"
+            if len(part) == before["rows"]:
+                return f"{name}: other rows"
+            return f"{name}: {len(part)} rows instead of {before['rows']}"
     return None
 
 

@@ -68,7 +68,7 @@ def as_known(row: Row, known: KnownSet, *, given: Collection[str] = ()) -> Row:
 
 
 def _lettered(question: str, options: Sequence[str], right: int) -> dict[str, str]:
-    lines = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, options, strict=False)]
+    lines = map("{}. {}".format, ascii_uppercase, options)
     return {"prompt": "\n".join([f"{question}\n", *lines]), "answer": ascii_uppercase[right]}
 
 
@@ -344,8 +344,13 @@ def _read(source: Any, split: str, data_files: Any) -> Iterator[Placed]:
             f" {name_of(source)}: remove it"
         )
     if isinstance(source, DataModule) or _is_task(source):
-        known, must = split in ("train", "validation"), 'must be "train" or "validation"'
-        require(known, f"split of {name_of(source)}", must, split, "there is no other")
+        require(
+            split in ("train", "validation"),
+            f"split of {name_of(source)}",
+            'must be "train" or "validation"',
+            split,
+            "there is no other",
+        )
     if _is_task(source):
         return _numbered(_generated(source, split), f"{source}, ")
     if isinstance(source, str | Path):
@@ -441,8 +446,9 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
 
 
 def _read_json(path: Path) -> Iterator[Placed]:
-    remedy = "name it .jsonl if it has a row per line"
-    rows = _parsed(path.read_text(encoding="utf-8-sig"), path, remedy=remedy)
+    rows = _parsed(
+        path.read_text(encoding="utf-8-sig"), path, remedy="name it .jsonl if it has a row per line"
+    )
     if not isinstance(rows, list):
         raise ValueError(
             f"{path}, line 1: a .json file must hold a list of objects, got {short(rows)}"
@@ -454,8 +460,10 @@ def _parsed(text: str, path: Path, line: int = 1, remedy: str = "") -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        what = f"not JSON ({error.msg} at column {error.colno}): {remedy or short(text)}"
-        raise ValueError(f"{path}, line {line + error.lineno - 1}: {what}") from error
+        raise ValueError(
+            f"{path}, line {line + error.lineno - 1}: not JSON ({error.msg} at column"
+            f" {error.colno}): {remedy or short(text)}"
+        ) from error
     except (ValueError, RecursionError) as error:  # of too many digits or brackets
         raise ValueError(f"{path}, line {line}: can't be read ({error}): {short(text)}") from error
 
@@ -486,8 +494,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        rows = (row for batch in batches for row in batch.to_pylist())
-        yield from _numbered(rows, f"{path}, ")
+        yield from _numbered((row for batch in batches for row in batch.to_pylist()), f"{path}, ")
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a Parquet file that can be read ({error})") from error
 

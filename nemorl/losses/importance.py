@@ -299,10 +299,7 @@ def token_hashes(
 
 
 def token_receipt(
-    input_ids: TokenIds,
-    position_ids: TokenIds,
-    generation_logprobs: PerToken,
-    loss_mask: TokenMask,
+    input_ids: TokenIds, position_ids: TokenIds, generation_logprobs: PerToken, loss_mask: TokenMask
 ) -> Metrics:
     """Return the number of tokens in `loss_mask` and the sum of their hashes modulo 2^32, as the
     metrics `receipts/tokens` and `receipts/hash`.

@@ -52,10 +52,7 @@ def sequence_mean_weights(loss_mask: TokenMask, segment_ids: TokenIds | None = N
 
 
 def constant_weights(
-    loss_mask: TokenMask,
-    segment_ids: TokenIds | None = None,
-    *,
-    length: int,
+    loss_mask: TokenMask, segment_ids: TokenIds | None = None, *, length: int
 ) -> PerToken:
     """Return the same weight for every token of a run: mask / (number of sequences · length).
 

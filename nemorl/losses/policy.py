@@ -184,8 +184,15 @@ def cispo(
     ratio = bounded_exp(log_ratio.detach())
     low, high = 0.0 if clip_low is None else 1 - clip_low, 1 + clip_high
     losses = -A * ratio.clamp(low, high) * masked(mask, token_logprobs)
-    fractions = {"clip_fraction_low": ratio < low, "clip_fraction_high": ratio > high}
-    return _output(losses, loss_weights, importance_weights, ratio, log_ratio, **fractions)
+    return _output(
+        losses,
+        loss_weights,
+        importance_weights,
+        ratio,
+        log_ratio,
+        clip_fraction_low=ratio < low,
+        clip_fraction_high=ratio > high,
+    )
 
 
 def sapo(
@@ -251,11 +258,15 @@ def gmpo(
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     clipped_log = torch.where(A > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
     s = bounded_exp(masked(mask, segment_mean(clipped_log, mask, segment_ids)))
-    fractions = {
-        "clip_fraction_low": (A < 0) & (log_ratio < -clip_low),
-        "clip_fraction_high": (A > 0) & (log_ratio > clip_high),
-    }
-    return _output(-A * s, loss_weights, importance_weights, s, log_ratio, **fractions)
+    return _output(
+        -A * s,
+        loss_weights,
+        importance_weights,
+        s,
+        log_ratio,
+        clip_fraction_low=(A < 0) & (log_ratio < -clip_low),
+        clip_fraction_high=(A > 0) & (log_ratio > clip_high),
+    )
 
 
 def reinforce(
@@ -380,11 +391,7 @@ def entropy_bonus(entropy: PerToken, loss_weights: PerToken, *, coef: float) -> 
 
 
 def log_ratio_penalty(
-    token_logprobs: PerToken,
-    generation_logprobs: PerToken,
-    loss_weights: PerToken,
-    *,
-    coef: float,
+    token_logprobs: PerToken, generation_logprobs: PerToken, loss_weights: PerToken, *, coef: float
 ) -> LossOutput:
     """Return coef · Σ w · (log π − log π_gen)²: a penalty for leaving the policy that sampled.
 
@@ -406,11 +413,7 @@ def log_ratio_penalty(
 
 
 def positive_nll(
-    token_logprobs: PerToken,
-    positive: TokenMask,
-    loss_weights: PerToken,
-    *,
-    coef: float = 0.1,
+    token_logprobs: PerToken, positive: TokenMask, loss_weights: PerToken, *, coef: float = 0.1
 ) -> LossOutput:
     """Return −coef · Σ_{t positive} w · log π: imitation of rewarded sequences.
 

@@ -331,9 +331,7 @@ def segment_sum(
 
 
 def segment_mean(
-    values: PerToken,
-    mask: TokenMask,
-    segment_ids: TokenIds | None = None,
+    values: PerToken, mask: TokenMask, segment_ids: TokenIds | None = None
 ) -> PerToken:
     """Return at every token the mean of `values` over its sequence's masked tokens, else 0.
 

@@ -83,7 +83,7 @@ def known(config: Any) -> Proofs | None:
     if same and config.model_type in table:
         return table[config.model_type]
     file = _kept(config)
-    return from_json(file.read_bytes()) if file is not None and file.is_file() else None
+    return from_json(file.read_bytes()) if file and file.is_file() else None
 
 
 def keep(config: Any, proofs: Proofs) -> None:

@@ -176,10 +176,6 @@ class Offloaded:
     def __init__(self) -> None:
         self._away: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(len(copy) for _, copy in self._away.values())
-
     def __contains__(self, tensor: Tensor) -> bool:
         return storage_of(tensor) in self._away
 

@@ -48,8 +48,7 @@ FIRST, LAST = (f"parallel.num_layers_in_{end}_pipeline_stage" for end in ("first
 class Stages:
     """The stages of `pp` devices, each with every pp-th stage, `vpp` of them.
 
-    first, last: layers of all stages of the first and the last device; None: stages are as equal as
-        can be.
+    first, last: layers of all stages of the first and the last device; None: as equal as can be.
     """
 
     pp: int
@@ -114,11 +113,9 @@ class Stages:
 
 
 def _shared(num_layers: int, costs: list[int]) -> Iterator[int]:
-    """Yield the layers of stages that have something else that `costs` as much as some layers, as
-    equal as can be.
+    """Yield the layers of stages, as equal as can be with what else `costs` as much as layers.
 
-    The rest of the division goes to the ends, then to the latest stages, which keep the fewest
-    activations.
+    The rest goes to the ends, then to the latest stages, which keep the fewest activations.
 
     >>> [[*_shared(layers, [1, 0, 0, 1])] for layers in (4, 5, 6, 7, 8)]
     [[1, 1, 1, 1], [1, 1, 2, 1], [1, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 2]]

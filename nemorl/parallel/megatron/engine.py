@@ -146,12 +146,8 @@ def _places(plan: ParallelPlan, num_layers: int) -> tuple[list[int], int]:
     stages = plan.stages.layers(num_layers)
     of_ranks = [list(chain(*stages[rank :: plan.pp])) for rank in range(plan.pp)]
     most = max(map(len, of_ranks))
-    places = {
-        layer: rank * most + index
-        for rank, layers in enumerate(of_ranks)
-        for index, layer in enumerate(layers)
-    }
-    return [places[layer] for layer in range(num_layers)], most
+    laid = [*chain(*(layers + [-1] * (most - len(layers)) for layers in of_ranks))]
+    return [laid.index(layer) for layer in range(num_layers)], most
 
 
 def _nothing(device: torch.device) -> Pass:

@@ -116,10 +116,7 @@ KNOWN: dict[str, KnownSet] = {
     "AI-MO/aimo-validation-aime": _maths(validation="train"),
     "math-ai/aime25": _maths(),
     "Idavidrein/gpqa": _choices(
-        _gpqa,
-        configuration="gpqa_diamond",
-        validation="train",
-        category="High-level domain",
+        _gpqa, configuration="gpqa_diamond", validation="train", category="High-level domain"
     ),
     "cais/mmlu": _choices(
         lambda row: _lettered(row["question"], row["choices"], row["answer"]),

@@ -71,12 +71,7 @@ class CheckpointWriter:
         self._error: Exception | None = None
 
     def save(
-        self,
-        contents: Contents,
-        path: Path,
-        *,
-        state: Mapping[str, Any],
-        background: bool = False,
+        self, contents: Contents, path: Path, *, state: Mapping[str, Any], background: bool = False
     ) -> None:
         """Write everything that the next step depends on, and `state` into backend.json; a
         collective call. With `background` return when all is copied to main memory.

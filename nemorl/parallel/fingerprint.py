@@ -55,9 +55,7 @@ def hash_of(samples: Samples) -> str:
 
 
 def samples_of(
-    shapes: Mapping[str, tuple[int, ...]],
-    boxes: Iterable[Box],
-    world: World,
+    shapes: Mapping[str, tuple[int, ...]], boxes: Iterable[Box], world: World
 ) -> Samples:
     """Return the samples of tensors that the `boxes` of all ranks make up; a collective call."""
     grids = (grid(shape, side=SIDE) for shape in shapes.values())

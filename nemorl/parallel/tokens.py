@@ -310,8 +310,7 @@ class RankInputs:
 
 
 def values_of(
-    states: Float[Tensor, "tokens hidden"],
-    weight: Float[Tensor, "1 hidden"],
+    states: Float[Tensor, "tokens hidden"], weight: Float[Tensor, "1 hidden"]
 ) -> Float[Tensor, "tokens"]:
     """Return states · weight in float32 at least, also under autocast."""
     states = at_least_float32(states)

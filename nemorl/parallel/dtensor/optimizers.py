@@ -180,10 +180,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizers:
     if config.name == "adamw8bit":
         return Optimizers(AdamW8bit(hidden, config), adamw)
     muon = Muon(
-        hidden.values(),
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
+        hidden.values(), lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum
     )
     return Optimizers(muon, adamw)
 

@@ -233,8 +233,13 @@ def collate(
             sequences = [torch.as_tensor(getattr(item, field.name), dtype=dtype) for item in items]
             shapes = [tuple(each.shape[1:]) for each in sequences]
             for row, shape in enumerate(shapes):
-                must = f"must have the shape {shapes[0]} at each token, as in example 0"
-                require(shape == shapes[0], f"{field.name}[{row}]", must, shape, "pad it")
+                require(
+                    shape == shapes[0],
+                    f"{field.name}[{row}]",
+                    f"must have the shape {shapes[0]} at each token, as in example 0",
+                    shape,
+                    "pad it",
+                )
             free = FREE.get(field.name, 0)
             columns[field.name], lengths = pad(sequences, value=free, length=length)
     loss_mask = columns["loss_mask"]

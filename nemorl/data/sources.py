@@ -170,8 +170,13 @@ def task_of(name: str, **settings: Any) -> Any:
             f"{PREFIX}{name} needs reasoning-gym ({error}): pip install reasoning-gym"
         ) from error
     task, _, given = name.partition("?")
-    remedy = f"see reasoning_gym.factory.DATASETS{closest(task, DATASETS)}"
-    require(task in DATASETS, "task", "must be one of reasoning-gym's", task, remedy)
+    require(
+        task in DATASETS,
+        "task",
+        "must be one of reasoning-gym's",
+        task,
+        f"see reasoning_gym.factory.DATASETS{closest(task, DATASETS)}",
+    )
     own = {key: yaml.safe_load(text) for key, text in parse_qsl(given, keep_blank_values=True)}
     try:
         return create_dataset(task, **{"size": 1000, "seed": 0} | own | settings)

@@ -117,8 +117,13 @@ def needs_of(loss_fn: Callable[..., Any]) -> Needs:
     while isinstance(loss_fn, partial) and not hasattr(loss_fn, "needs"):
         loss_fn = loss_fn.func
     found = getattr(loss_fn, "needs", Needs())
-    remedy = "declare it with @nemorl.needs(…)"
-    require(isinstance(found, Needs), "the loss's needs", "must be a Needs", found, remedy)
+    require(
+        isinstance(found, Needs),
+        "the loss's needs",
+        "must be a Needs",
+        found,
+        "declare it with @nemorl.needs(…)",
+    )
     return found
 
 
@@ -244,8 +249,13 @@ def merge(a: Metrics, b: Metrics) -> Metrics:
     for name in b:
         if name in a:
             kind, other = type(a[name]).__name__, type(b[name]).__name__
-            requirement = f"must be a {kind} as in the other shard"
-            require(kind == other, f"metric {name}", requirement, other, "give it another name")
+            require(
+                kind == other,
+                f"metric {name}",
+                f"must be a {kind} as in the other shard",
+                other,
+                "give it another name",
+            )
             both[name] = a[name] + b[name]  # type: ignore[operator]
     return {**a, **b, **both}
 

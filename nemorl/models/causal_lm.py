@@ -202,8 +202,13 @@ def decoder_of(model: Any) -> Any:
 def layers_of(decoder: nn.Module) -> nn.ModuleList:
     """Return the layers of a decoder: its longest list of modules."""
     found = [part for part in decoder.children() if isinstance(part, nn.ModuleList)]
-    kind, remedy = type(decoder).__name__, "take another model"
-    require(bool(found), "the model's decoder", "must have a list of layers", kind, remedy)
+    require(
+        bool(found),
+        "the model's decoder",
+        "must have a list of layers",
+        type(decoder).__name__,
+        "take another model",
+    )
     return max(found, key=len)
 
 

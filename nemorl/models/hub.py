@@ -312,8 +312,13 @@ def require_same_tokens(
     """Raise ValueError unless another model reads texts as a tokenizer does."""
     for text in (PROBE, *texts):
         own, theirs = reader(tokenizer)(text), [*read(text)]
-        must = f"must have the policy's tokenizer, which reads {text!r} as {own}"
-        require(own == theirs, field, must, theirs, "take a model of the same family")
+        require(
+            own == theirs,
+            field,
+            f"must have the policy's tokenizer, which reads {text!r} as {own}",
+            theirs,
+            "take a model of the same family",
+        )
 
 
 def check_vocabulary(model: Any, tokenizer: Any) -> None:

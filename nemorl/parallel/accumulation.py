@@ -376,12 +376,8 @@ class Accumulating(InTurns, ABC):
         if (initial := config.same_initial_model_as) is not None:
             Saved(initial, self.world).require_base(self._base)
         self._writer = CheckpointWriter(self.world)
-        self.meter = StepMeter(
-            self.model.config,
-            self.world.device,
-            self.world.plan,
-            frozen_weights=bool(config.lora.rank),
-        )
+        sizes = self.model.config, self.world.device, self.world.plan
+        self.meter = StepMeter(*sizes, frozen_weights=bool(config.lora.rank))
         self._forget()
         torch.manual_seed(config.seed)
 

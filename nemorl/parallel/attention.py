@@ -260,8 +260,13 @@ def segment_attention(
         return attend(query, key, value, mask, rule=rule, causal=causal)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     if isinstance(segments, FlatSegments):
-        remedy = "set the model's attention_dropout to 0 before it is loaded"
-        require(not rule.dropout, "attention's dropout", "must be 0 on a GPU", rule.dropout, remedy)
+        require(
+            not rule.dropout,
+            "attention's dropout",
+            "must be 0 on a GPU",
+            rule.dropout,
+            "set the model's attention_dropout to 0 before it is loaded",
+        )
         # Autocast does not know these kernels; values come from a linear layer, which it knows,
         # where rotary angles leave queries and keys in float32.
         flat = [x.to(value.dtype) for x in flat]

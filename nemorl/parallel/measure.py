@@ -306,8 +306,13 @@ def profile_folder(config: ProfileConfig) -> Path | None:
     """
     if config.steps is None:
         return None
-    requirement = "must be given where no run has a directory for it"
-    require(bool(config.dir), "profile.dir", requirement, None, "name a folder (--profile.dir)")
+    require(
+        bool(config.dir),
+        "profile.dir",
+        "must be given where no run has a directory for it",
+        None,
+        "name a folder (--profile.dir)",
+    )
     folder = Path(str(config.dir))
     try:
         folder.mkdir(parents=True, exist_ok=True)

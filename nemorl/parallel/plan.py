@@ -62,8 +62,13 @@ class Stages:
         for field, layers in self._given().items():
             at_least(1, **{field.replace(".", "__"): layers})
             require(self.pp > 1, field, "needs parallel.pp above 1", layers, remedy)
-            requirement = f"must be a multiple of parallel.vpp, which is {self.vpp}"
-            require(not layers % self.vpp, field, requirement, layers, "change one of them")
+            require(
+                not layers % self.vpp,
+                field,
+                f"must be a multiple of parallel.vpp, which is {self.vpp}",
+                layers,
+                "change one of them",
+            )
 
     def layers(self, num_layers: int) -> tuple[range, ...]:
         """Return the layers of each of the pp · vpp stages, in order.
@@ -300,8 +305,13 @@ class ParallelPlan:
         )
         plan = self if given else replace(self, dp_shard=num_devices // self.num_ranks)
         sharing = plan.data_ranks * plan.cp * plan.tp
-        must = f"must divide the {sharing} devices of dp_shard · cp · tp"
-        require(not sharing % self.ep, "parallel.ep", must, self.ep, "raise dp_shard")
+        require(
+            not sharing % self.ep,
+            "parallel.ep",
+            f"must divide the {sharing} devices of dp_shard · cp · tp",
+            self.ep,
+            "raise dp_shard",
+        )
         return plan
 
     def with_precision(self, *, accelerator: bool) -> "ParallelPlan":

@@ -47,23 +47,36 @@ def add_adapters(
     known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     for field, patterns in config.patterns().items():
         for key in patterns:
-            fits = any(matching({key: True}, name, False) for name in layers)
-            requirement = "must name layers that get an adapter"
-            require(fits, f"lora.{field}", requirement, key, f"there are {known}")
+            require(
+                any(matching({key: True}, name, False) for name in layers),
+                f"lora.{field}",
+                "must name layers that get an adapter",
+                key,
+                f"there are {known}",
+            )
 
 
 def _targets(model: nn.Module, config: LoRAConfig) -> list[str]:
     layers = linear_layers(model)
     known = sorted({layer.rpartition(".")[2] for layer in layers})
     for name in config.target_modules:
-        fits = any(f".{layer}".endswith(f".{name}") for layer in layers)
-        requirement = "must name linear layers other than the output layer"
-        require(fits, "lora.target_modules", requirement, name, f"there are {', '.join(known)}")
+        require(
+            any(f".{layer}".endswith(f".{name}") for layer in layers),
+            "lora.target_modules",
+            "must name linear layers other than the output layer",
+            name,
+            f"there are {', '.join(known)}",
+        )
     if any("experts" in name and tensor.ndim > 2 for name, tensor in model.named_parameters()):
         # PEFT would take these for parts of the experts' fused matrices.
         taken = {name for name in config.target_modules if name.rpartition(".")[2] in FUSED}
-        wanted = f"must not name {', '.join(FUSED)} in a mixture of experts"
-        require(not taken, "lora.target_modules", wanted, sorted(taken), "adapt the attention")
+        require(
+            not taken,
+            "lora.target_modules",
+            f"must not name {', '.join(FUSED)} in a mixture of experts",
+            sorted(taken),
+            "adapt the attention",
+        )
         known = [name for name in known if name not in FUSED]
     return list(config.target_modules) or known
 
@@ -122,8 +135,13 @@ def check_scale(model: Any, folder: Path) -> None:
         alpha = matching(saved.get("alpha_pattern") or {}, layer, saved["lora_alpha"])
         now = matching(settings.alpha_pattern, layer, settings.lora_alpha)
         name = "lora.alpha" if now == settings.lora_alpha else f"lora.alpha_pattern, for {layer},"
-        requirement = f"must be the same as in the checkpoint ({alpha:g})"
-        require(alpha == now, name, requirement, now, "leave it as it was")
+        require(
+            alpha == now,
+            name,
+            f"must be the same as in the checkpoint ({alpha:g})",
+            now,
+            "leave it as it was",
+        )
 
 
 _LIVE: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -102,9 +102,13 @@ class AdamW8bit:
             stack = matrix.ndim > 2
             if stack or (isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1):
                 size, what = local_part(matrix).shape[1:].numel(), "experts" if stack else "rows"
-                must = f"must be whole blocks of {BLOCK} numbers with optimizer.name adamw8bit"
-                remedy = "take optimizer.name adamw" + ", or train on one rank" * (not stack)
-                require(size % BLOCK == 0, f"the {what} of {name}", must, size, remedy)
+                require(
+                    size % BLOCK == 0,
+                    f"the {what} of {name}",
+                    f"must be whole blocks of {BLOCK} numbers with optimizer.name adamw8bit",
+                    size,
+                    "take optimizer.name adamw" + ", or train on one rank" * (not stack),
+                )
         options: dict[str, Any] = {
             "betas": (config.beta1, config.beta2),
             **{name: getattr(config, name) for name in ("lr", "eps", "weight_decay")},

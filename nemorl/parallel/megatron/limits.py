@@ -145,8 +145,13 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
         check_model(model)
         kind = "a mixture of experts" if num_experts(model) else "a dense model"
         absent, found = "mlp" if num_experts(model) else "moe", plan.recompute_modules
-        requirement = f"must not have {absent}, which {kind} lacks"
-        require(absent not in found, "parallel.recompute_modules", requirement, found, "remove it")
+        require(
+            absent not in found,
+            "parallel.recompute_modules",
+            f"must not have {absent}, which {kind} lacks",
+            found,
+            "remove it",
+        )
 
 
 def check_model(model: Any) -> None:

@@ -259,8 +259,13 @@ def read_shape(name: str, head: Any = "lm", *, field: str = "model.path") -> Mod
             path = Path(hf_hub_download(name, "config.json"))
         path = path / "config.json" if path.is_dir() else path
         kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    must = "must be one that transformers has"
-    require(kind in CONFIG_MAPPING, "the model's type", must, kind, "take another model")
+    require(
+        kind in CONFIG_MAPPING,
+        "the model's type",
+        "must be one that transformers has",
+        kind,
+        "take another model",
+    )
     with loading(name, field=field):
         config = CONFIG_MAPPING[kind].from_json_file(path)
     return model_shape(config, head)

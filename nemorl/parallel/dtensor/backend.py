@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -163,7 +163,12 @@ class DTensorBackend(Accumulating):
         parts = layout.parts(world.data_rank)
         with _passes(self, model):
             if self._mixtures is not None:
-                _balance(self, self._mixtures, layout.rows, parts)
+                if not self._batches:
+                    self._mixtures.forget()
+                if require_one_batch(self.config.trainer, self._batches):
+                    empty = (_next(self, x, torch.zeros_like(x.loss_mask)) for x in parts)
+                    passes = (self._forward[model](*each, Needs()) for each in empty)
+                    self._mixtures.weigh(layout.rows.num_tokens, passes)
             for part in parts:
                 rows, work = _next(self, part, part.loss_mask)
                 self._copied += work.copied
@@ -268,20 +273,6 @@ def _next(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> tuple[To
     if mixtures is not None:
         mixtures.follow(tokens)
     return rows, work
-
-
-def _balance(
-    backend: DTensorBackend, mixtures: Mixtures, batch: TokenBatch, parts: Sequence[TokenBatch]
-) -> None:
-    if not backend._batches:
-        mixtures.forget()
-    if require_one_batch(backend.config.trainer, backend._batches):
-        forward = backend._forward[backend.model]
-        passes = (
-            forward(*_next(backend, part, torch.zeros_like(part.loss_mask)), Needs())
-            for part in parts
-        )
-        mixtures.weigh(batch.num_tokens, passes)
 
 
 def _settled(config: BackendConfig, given: Any) -> BackendConfig:

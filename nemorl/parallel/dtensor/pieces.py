@@ -151,7 +151,12 @@ def load(saved: Saved, model: nn.Module, optimizer: Optimizers) -> None:
     by_parameter = {parameter: name for name, parameter in trained.items()}
     for part in optimizer.parts:
         if isinstance(part, AdamW8bit):
-            _load_8bit(part, by_parameter, state, names)
+            fresh = part.fresh_state() if state.shapes else {}
+            for parameter, values in fresh.items():
+                for what, value in values.items():
+                    key = f"{by_parameter[parameter]}.{what}"
+                    fill(value, state, key, of_parameters([key], names))
+            part.keep(fresh)
         else:
             its = (parameter for group in part.param_groups for parameter in group["params"])
             _load_part(part, {by_parameter[each]: each for each in its}, state, names)
@@ -187,17 +192,6 @@ def _load_part(
             value = fill(value, files, key, of_parameters([key], stored))
             state.setdefault(index, {})[what] = value
     part.load_state_dict({**part.state_dict(), "state": state})
-
-
-def _load_8bit(
-    part: AdamW8bit, names: Mapping[nn.Parameter, str], files: TensorFiles, stored: Stored
-) -> None:
-    state = part.fresh_state() if files.shapes else {}
-    for parameter, values in state.items():
-        for what, value in values.items():
-            key = f"{names[parameter]}.{what}"
-            fill(value, files, key, of_parameters([key], stored))
-    part.keep(state)
 
 
 def contents_of(model: nn.Module, optimizer: Optimizers, world: World) -> Contents:

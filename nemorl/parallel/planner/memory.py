@@ -305,7 +305,8 @@ def _experts_width(step: PlannedStep, layer: Layer) -> int:
         return 0
     inner = sum(m.size for m in layer.experts) // (model.num_experts * model.hidden_size)
     width = (1 + trained) * model.hidden_size + inner + trained * model.moe_intermediate_size
-    return model.expert_rows * width
+    every = model.config.model_type == "llama4_text"  # the others compute zeros
+    return (model.num_experts if every else model.num_experts_per_tok) * width
 
 
 def kept_of(step: PlannedStep, layer: Layer) -> int:

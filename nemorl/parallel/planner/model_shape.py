@@ -131,12 +131,6 @@ class ModelShape:
     num_experts_per_tok: int
 
     @property
-    def expert_rows(self) -> int:
-        """Rows of a token that experts compute; Llama 4's compute zeros for the others."""
-        every = self.config.model_type == "llama4_text"
-        return self.num_experts if every else self.num_experts_per_tok
-
-    @property
     def num_hidden_layers(self) -> int:
         return sum(layer.count for layer in self.layers)
 

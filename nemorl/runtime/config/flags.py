@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nemorl.runtime.config.spellings import advice, in_a_table, means_another
+from nemorl.runtime.config.spellings import advice, libraries, means_another
 from nemorl.runtime.config.tree import (
     Setting,
     command_of,
@@ -211,7 +211,8 @@ def _refuse(cls: type, name: str, names: Mapping[str, str], spelled: str, value:
         keys = [names[name]]
     else:
         keys, last = keys_named(name, names), _last(name)
-        if not keys and names.get(last) == last != name and not in_a_table(name):
+        theirs = any(name in each for each in libraries().values())
+        if not keys and names.get(last) == last != name and not theirs:
             keys = [last]
     if keys:
         write = " or ".join(f"{flag_of(key)}{value}" for key in keys)

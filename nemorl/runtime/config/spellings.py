@@ -78,11 +78,6 @@ def means_another(name: str, key: str) -> bool:
     return bool(found) and not any(_key(ours, [key]) for ours in found)
 
 
-def in_a_table(name: str) -> bool:
-    """Return whether a library has a setting of this whole name."""
-    return any(name in names for names in libraries().values())
-
-
 def meaning_of(
     name: str, known: Collection[str], command: str, write: Callable[[str], str] = str
 ) -> str:

@@ -275,25 +275,21 @@ def segment_attention(
         rows: Any = (*flat, segments.cu_seqlens, segments.longest, rule)
         output = varlen_attention(segments.kernel, *rows).flatten(1)
     else:
-        flat = [x.contiguous() for x in flat]
-        output = torch.cat([_in_bucket(flat, tokens, rule) for tokens in segments.tokens])
+        flat, found = [x.contiguous() for x in flat], []
+        for tokens in segments.tokens:
+            qkv = (
+                x.flatten(1)
+                .index_select(0, tokens.flatten())
+                .view(*tokens.shape, *x.shape[1:])
+                .transpose(1, 2)
+                for x in flat
+            )
+            found.append(attend(*qkv, rule=rule, causal=True).reshape(tokens.numel(), -1))
+        output = torch.cat(found)
     if segments.places is not None:
         output = pad(output, (0, 0, 0, 1)).index_select(0, segments.places)
     batch, heads, seq, _ = query.shape
     return output.view(batch, seq, heads, value.shape[3])
-
-
-def _in_bucket(
-    flat: list[Float[Tensor, "tokens _ _"]], bucket: Int[Tensor, "_ _"], rule: Rule
-) -> Float[Tensor, "laid width"]:
-    qkv = (
-        x.flatten(1)
-        .index_select(0, bucket.flatten())
-        .view(*bucket.shape, *x.shape[1:])
-        .transpose(1, 2)
-        for x in flat
-    )
-    return attend(*qkv, rule=rule, causal=True).reshape(bucket.numel(), -1)
 
 
 CONTEXT_ATTENTION = "nemorl_context_parallel"

@@ -191,22 +191,18 @@ class GpuPeaks:
         self.before: dict[torch.device, int] = {}
 
     def restart(self, device: torch.device) -> None:
-        device, module = _numbered(device), torch.get_device_module(device)
+        module = torch.get_device_module(device)
+        if device.index is None:
+            device = torch.device(device.type, module.current_device())
         peak = module.max_memory_allocated(device)
         self.before[device] = max(self.before.get(device, 0), peak)
         module.reset_peak_memory_stats(device)
 
     def take(self) -> int:
         """Return the peak on the current device since the last call, and restart the counter."""
-        device = _numbered(torch.device("cuda"))
+        device = torch.device("cuda", torch.cuda.current_device())
         self.restart(device)
         return self.before.pop(device)
-
-
-def _numbered(device: torch.device) -> torch.device:
-    if device.index is None:
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
-    return device
 
 
 gpu_peaks = GpuPeaks()

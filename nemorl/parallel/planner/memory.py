@@ -318,8 +318,14 @@ def kept_of(step: PlannedStep, layer: Layer) -> int:
         return saved_of(step, layer)
     size = step.dtype_size if step.plan.needs_ranks else STATE
     kept = step.model.hidden_size * size // step.token_split()
-    if how == "selective":
-        kept += size * _kept_products(step, layer)
+    if how == "selective":  # attention's output, and half of the products
+        adapted, products = step.adapted(layer), []
+        for block in layer.blocks:
+            kept += size * block.widths(step.plan)[1] * block.mixes
+            for each in (*block.inner, *filter(None, (block.output,))):
+                width = each.local(step.plan)[0]
+                products += [width] + [step.work.lora.largest_rank, width] * (each in adapted)
+        kept += size * sum(products[::2])
     return step.tokens * kept
 
 
@@ -339,14 +345,3 @@ def engine_memory(step: PlannedStep, sequences: int) -> int:
     token = -(-model.cached_numbers(tp) // pp)
     numbers = model.num_parameters // (tp * pp) + sequences * step.work.seq_len * token
     return step.dtype_size * numbers + ENGINE
-
-
-def _kept_products(step: PlannedStep, layer: Layer) -> int:
-    """Return the width of attention's output, and of half of the products."""
-    adapted, products, attention = step.adapted(layer), [], 0
-    for block in layer.blocks:
-        attention += block.widths(step.plan)[1] * block.mixes
-        for each in (*block.inner, *filter(None, (block.output,))):
-            width = each.local(step.plan)[0]
-            products += [width] + [step.work.lora.largest_rank, width] * (each in adapted)
-    return attention + sum(products[::2])

@@ -179,13 +179,12 @@ class Template:
                         f" differently than within the whole; {MARK_TURNS}, or change"
                         " template_kwargs"
                     )
-                turns.append((len(before), self._end_of_turn(text, len(before), len(through))))
+                turn = through[len(before) :].rstrip()
+                # A sampler stops at the token that ends a turn, before white space.
+                if not turn.endswith(tuple(self.tokenizer.all_special_tokens)):
+                    turn = through[len(before) :]
+                turns.append((len(before), len(before) + len(turn)))
         return text, turns
-
-    def _end_of_turn(self, text: str, begin: int, end: int) -> int:
-        """Without the white space after the token that ends a turn: a sampler stops there."""
-        turn = text[begin:end].rstrip()
-        return begin + len(turn) if turn.endswith(tuple(self.tokenizer.all_special_tokens)) else end
 
 
 @contextmanager

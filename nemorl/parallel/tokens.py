@@ -367,8 +367,8 @@ def plain_outputs(model: Any, chunk: int) -> Outputs:
 
 
 def sharded_outputs(model: nn.Module, world: World, chunk: int) -> Outputs:
-    """Return what computes the outputs of all of the rows by a model that `build.shard` has spread:
-    a collective call.
+    """Return what computes all rows' outputs by a model that `build.shard` has spread: a collective
+    call.
     """
 
     def outputs(batch: TokenBatch, work: Work, needs: Needs) -> Iterator[Tensor]:

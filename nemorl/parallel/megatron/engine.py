@@ -80,8 +80,8 @@ class MegatronEngine:
     def _advance(self, version: int) -> bool:
         if self.world.plan.ep == 1 or self.replicas == 1:
             return self.decoding.advance(version)
-        busy = torch.tensor([bool(self.decoding.waiting or self.decoding.active)], dtype=torch.int)
-        own = bool(busy)
+        own = bool(self.decoding.waiting or self.decoding.active)
+        busy = torch.tensor([own], dtype=torch.int)
         dist.all_reduce(busy, dist.ReduceOp.MAX, group=self.world.control_group)
         if own:
             return self.decoding.advance(version)

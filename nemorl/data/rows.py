@@ -132,8 +132,7 @@ class Row(dict[str, Any]):
         source: int = 0,
     ) -> None:
         super().__init__(columns)
-        self.origin = origin
-        self.source = source
+        self.origin, self.source = origin, source
 
     def but(self, **columns: Any) -> "Row":
         return Row({**self, **columns}, origin=self.origin, source=self.source)

@@ -213,8 +213,12 @@ def sources_of(source: Any) -> list[Any]:
     >>> sources_of(("a.jsonl", "b.jsonl")), sources_of([{"prompt": "a row"}])
     (['a.jsonl', 'b.jsonl'], [[{'prompt': 'a row'}]])
     """
-    several = isinstance(source, list | tuple) and source and all(map(_is_source, source))
-    return list(source) if several else [source]
+    several = isinstance(source, list | tuple) and all(
+        # Any other mapping is a row.
+        hasattr(part, "column_names") or isinstance(part, str | Path | list | tuple | DataModule)
+        for part in source
+    )
+    return list(source) if several and source else [source]
 
 
 def has_splits(source: Any) -> bool:
@@ -321,11 +325,6 @@ def name_of(source: Any) -> str:
     ("'rows.jsonl'", 'a list')
     """
     return repr(str(source)) if isinstance(source, str | Path) else f"a {type(source).__name__}"
-
-
-def _is_source(part: Any) -> bool:
-    # any other mapping is a row
-    return hasattr(part, "column_names") or isinstance(part, str | Path | list | tuple | DataModule)
 
 
 def _is_task(source: Any) -> bool:

@@ -2,7 +2,6 @@
 is from the trainer.
 """
 
-import builtins
 import math
 from itertools import pairwise
 
@@ -175,7 +174,7 @@ def _moved(
     moved = torch.zeros_like(usable)
     for (name, distance), bounds in zip(distances.items(), given, strict=True):
         low, high = (math.inf, math.inf) if bounds is None else bounds
-        fits = builtins.min(low, high) >= 0
+        fits = min(low, high) >= 0
         require(fits, name, "must both be at least 0", bounds, "0.2 and 0.2 are usual")
         fell, rose = distance < -low, distance > high
         if advantages is not None:

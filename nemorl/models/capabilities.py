@@ -52,7 +52,7 @@ CAPABILITIES: dict[Capability, str] = dict(
 TESTED = Path(__file__).with_name("tested.json")
 """Proofs by model type, and the versions that they are for, by docs/generate_models.py."""
 PACKAGES = ("torch", "transformers", "torchtitan", "peft")
-"""Packages whose versions a proof is for."""
+"""Those whose versions a proof is for."""
 
 
 @dataclass(frozen=True)

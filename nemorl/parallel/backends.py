@@ -105,9 +105,19 @@ def check_settings(
         require(fits, field, requirement, value, remedy)
     for name in sorted(set(FOR_EXPERTS) - set(limits.traits.experts)):
         names = _able_to(name)
-        requirement, remedy = f"needs trainer.backend {names}", f"add --trainer.backend {names}"
-        refuse_unused("trainer", config.trainer, requirement, remedy, names=[name])
+        refuse_unused(
+            "trainer",
+            config.trainer,
+            f"needs trainer.backend {names}",
+            f"add --trainer.backend {names}",
+            names=[name],
+        )
     if model is not None and not num_experts(model):
-        requirement = "is for models with experts"
-        refuse_unused("trainer", config.trainer, requirement, "remove it", names=FOR_EXPERTS)
+        refuse_unused(
+            "trainer",
+            config.trainer,
+            "is for models with experts",
+            "remove it",
+            names=FOR_EXPERTS,
+        )
     limits.check(config, model, plan)

@@ -85,13 +85,28 @@ class PlanConfig:
     def __post_init__(self) -> None:
         names = ("gpus", "seq_len", "batch_rows", "gpus_per_node", "show")
         at_least(1, **{name: getattr(self, name) for name in names})
-        memory, reserve = self.gpu_memory, self.reserve
-        require(memory > 0, "gpu_memory", "must be positive", memory, "the default is 80")
-        must = "must lie in 0 … 1 (1 excluded)"
-        require(0 <= reserve < 1, "reserve", must, reserve, "0.1 leaves a tenth free")
+        require(
+            self.gpu_memory > 0,
+            "gpu_memory",
+            "must be positive",
+            self.gpu_memory,
+            "the default is 80",
+        )
+        require(
+            0 <= self.reserve < 1,
+            "reserve",
+            "must lie in 0 … 1 (1 excluded)",
+            self.reserve,
+            "0.1 leaves a tenth free",
+        )
         for section, unused in self.unused.items():
-            must = "has no effect on a plan"
-            refuse_unused(section, getattr(self, section), must, "remove it", names=unused)
+            refuse_unused(
+                section,
+                getattr(self, section),
+                "has no effect on a plan",
+                "remove it",
+                names=unused,
+            )
         if offloads := self.trainer.offload_during_generation:
             apart = not self.parallel.cpu_offload
             for fits, must, remedy in (

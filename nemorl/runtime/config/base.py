@@ -382,8 +382,13 @@ class BaseConfig:
             (self.parallel.cpu_offload, "is not for parallel.cpu_offload, which keeps all there"),
             (not self.generation.colocated, "needs generation.colocated: others have own GPUs"),
         ):
-            name = "trainer.offload_during_generation"
-            require(not (offloads and free), name, must, offloads, "remove it")
+            require(
+                not (offloads and free),
+                "trainer.offload_during_generation",
+                must,
+                offloads,
+                "remove it",
+            )
         require(
             self.optimizer.schedule != "constant" or not self.optimizer.min_lr_ratio,
             "optimizer.min_lr_ratio",

@@ -125,8 +125,13 @@ class DistillConfig(OnlineConfig):
             "remove it",
         )
         if not self.on_policy:
-            must = "has no use without on_policy, where nothing is sampled"
-            refuse_unused("", self, must, "remove it", names=SAMPLING)
+            refuse_unused(
+                "",
+                self,
+                "has no use without on_policy, where nothing is sampled",
+                "remove it",
+                names=SAMPLING,
+            )
             require(
                 isinstance(self.distillation, TopTokens),
                 "distillation",

@@ -57,8 +57,12 @@ class SFTConfig(RewardConfig, OfflineConfig):
 
 
 def _refuse_generation(config: OfflineConfig, name: str) -> None:
-    must = f"can't be set for {name}, which samples nothing"
-    refuse_unused("generation", config.generation, must, "remove it")
+    refuse_unused(
+        "generation",
+        config.generation,
+        f"can't be set for {name}, which samples nothing",
+        "remove it",
+    )
 
 
 def _check_beta(beta: float) -> None:

@@ -55,8 +55,13 @@ class GAEAdvantage:
             require(fits, f"advantage.{name}", "must lie in 0 … 1", value, "0.95 to 1 is usual")
         if (alpha := self.length_alpha) is not None:
             require(alpha > 0, "advantage.length_alpha", "must be above 0", alpha, "try 0.05")
-            must = "can't be given together with advantage.length_alpha"
-            refuse_unused("advantage", self, must, "remove one", names=["lam"])
+            refuse_unused(
+                "advantage",
+                self,
+                "can't be given together with advantage.length_alpha",
+                "remove one",
+                names=["lam"],
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

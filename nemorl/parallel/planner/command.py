@@ -454,10 +454,9 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
     from rich.table import Table
 
     result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-    names = (each.name for each in fields(Memory))
     parts = {
         title: name
-        for title, name in zip(TITLES, names, strict=True)
+        for title, name in zip(TITLES, vars(Memory()), strict=True)
         if any(getattr(each.fullest, name) for each in shown)
     }
     host = ["host"] * any(candidate.host for candidate in shown)

@@ -433,16 +433,7 @@ class WeightSender:
         except EnginesFailed as error:
             failed = {rank: f"{why}{transport.remedy}" for rank, why in error.args[0].items()}
             return UpdateReceipt(version=version, failed=failed, transport=transport)
-        sums = [each.to(next(iter(sent.values())).device) for each in sent.values()]
-        numbers = dict(zip(sent, torch.stack(sums).tolist() if sums else (), strict=True))
-        wrong = {}
-        for rank in self.actors:
-            for worker in self.arrived.get(rank) or [[]]:
-                if said := _otherwise(numbers, worker):
-                    wrong[rank] = said
-        return UpdateReceipt(
-            version=version, failed={}, wrong=wrong, num_weights=len(sent), transport=transport
-        )
+        return replace(self._receipt(sent), transport=transport)
 
     def __getstate__(self) -> dict[str, Any]:
         sealed = self.sealed or cloudpickle.dumps(self.actors)
@@ -485,6 +476,16 @@ class WeightSender:
             cast = tensor.detach().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
             sent[name] = tensor_files.tensor_checksum(cast)
             yield name, cast
+
+    def _receipt(self, sent: Mapping[str, Tensor]) -> UpdateReceipt:
+        sums = [each.to(next(iter(sent.values())).device) for each in sent.values()]
+        expected = dict(zip(sent, torch.stack(sums).tolist() if sums else (), strict=True))
+        wrong = {}
+        for rank in self.actors:
+            for worker in self.arrived.get(rank) or [[]]:
+                if said := _otherwise(expected, worker):
+                    wrong[rank] = said
+        return UpdateReceipt(version=self.version, failed={}, wrong=wrong, num_weights=len(sent))
 
     def start(self, method: str, *args: Any) -> dict[int, Any]:
         return {rank: one.call.remote(method, *args) for rank, one in self.actors.items()}

@@ -188,26 +188,22 @@ def contains_answer(prompt: str, response: str, answer: Any) -> float:
 
 
 def _number_of(answer: Any) -> Decimal:
-    found = _numbers(str(answer))
-    if not found:
+    found = last_number_of(str(answer))
+    if found is None:
         raise ValueError(
             f"last_number needs an answer with a number in it, but the answer is {answer!r}: use"
             " exact_match"
         )
-    return _decimal(found[-1])
+    return _decimal(found)
 
 
 def _decimal(number: str) -> Decimal:
-    return Decimal(number.replace(",", "").replace("−", "-"))
-
-
-def _numbers(text: str) -> list[str]:
-    return NUMBER.findall(SEPARATOR.sub("", text))
+    return Decimal(number.replace("−", "-"))
 
 
 def last_number_of(response: str) -> str | None:
     """Return the last number of a response."""
-    found = _numbers(response)
+    found = NUMBER.findall(SEPARATOR.sub("", response))
     return found[-1].replace(",", "") if found else None
 
 
@@ -221,8 +217,8 @@ def last_number(prompt: str, response: str, answer: Any) -> float:
     >>> last_number("", "So it costs $1,000.50 today.", "500 + 500.5 = 1000.5 #### 1000.5")
     1.0
     """
-    given, wanted = _numbers(response), _number_of(answer)
-    return float(bool(given) and _decimal(given[-1]) == wanted)
+    given, wanted = last_number_of(response), _number_of(answer)
+    return float(given is not None and _decimal(given) == wanted)
 
 
 def _solution(answer: Any) -> str:

@@ -410,7 +410,7 @@ class Call:
             else:
                 timer = loop.call_later(min(1.0, self.seconds, self._ends - now), look)
 
-        timer = loop.call_later(min(1.0, self.seconds), look)
+        look()
         try:
             async with asyncio.timeout(None) as limit:
                 yield
@@ -444,8 +444,8 @@ def present_call() -> Call:
 async def call_limited(
     call: Call, free: asyncio.Semaphore, function: Callable[..., Any], *args: Any, **named: Any
 ) -> Any:
-    """Return the result of a function: an `async` one is called on the event loop, any other in one
-    of the threads that `free` allows. Raises: EnvironmentTimeout.
+    """Return a function's result: an `async` one is called on the event loop, any other in one of
+    the threads that `free` allows. Raises: EnvironmentTimeout.
     """
     given = partial(function, *args, **named)
     async with call.limited():

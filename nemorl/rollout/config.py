@@ -54,10 +54,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         at_least(1, rollout__max_turns=self.max_turns)
-        alone, must = (
-            not (self.agent and self.environment),
-            "must be left out beside an environment",
-        )
+        alone = not (self.agent and self.environment)
+        must = "must be left out beside an environment"
         require(alone, "rollout.agent", must, self.agent, "remove one of them")
         fits = bool(self.agent) or not self.sandbox
         require(fits, "rollout.sandbox", "is for rollout.agent", True, "name a command")

@@ -4,6 +4,7 @@ conversations.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -72,8 +73,8 @@ def make_environment(
     alone = len(named) == 1 and not weights
     parts = {name: _one(part, None if alone else name, settings) for name, part in named.items()}
     functions = [part for part in parts.values() if isinstance(part, FunctionalRewardWrapper)]
-    for key in settings.keys() - {key for each in functions for key in each.signature.settings}:
-        known = [column for each in functions for column in each.signature.columns]
+    for key in settings.keys() - {*chain(*(each.signature.settings for each in functions))}:
+        known = [*chain(*(each.signature.columns for each in functions))]
         raise ValueError(
             f"reward_kwargs must name parameters of the rewards, but there is no {key!r}"
             f"{closest(key, known)}: remove it"
@@ -88,7 +89,7 @@ def _by_name(
         return given.get(name) if isinstance(given, Mapping) else given
 
     given = [each for each in (reward, environment) if isinstance(each, Mapping)]
-    names, parts = dict.fromkeys(name for each in given for name in each), dict[str, Any]()
+    names, parts = dict.fromkeys(chain(*given)), dict[str, Any]()
     require(bool(names), "reward", "must be a mapping of one name or more", reward, "name one")
     by_name = isinstance(reward, Mapping)
     for setting, values in {"reward_weights": weights, "reward_kwargs": settings}.items():

@@ -198,8 +198,8 @@ def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[s
         lacked = next((f" without {key[2]!r}" for key in ours if key not in theirs), "")
         raise ValueError(
             f"second must have the {len(ours)} prompts of first, but it has {len(theirs)}{lacked}:"
-            " evaluate both on the same rows, with the same prompts and categories; a prompt whose"
-            " conversations all failed is missing, too"
+            " evaluate both on the same rows, prompts and categories; a prompt whose conversations"
+            " all failed is missing, too"
         )
     rows = []
     in_pairs = ([r for key in ours for r in found[key]] for found in (ours, theirs))

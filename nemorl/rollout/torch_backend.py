@@ -180,14 +180,12 @@ def scored(model: Any, batch: TokenBatch, top_k: int, *, precision: str) -> Sequ
                 top_k=top_k,
             )
             top = (found.top_ids, found.top_logprobs) if top_k else ()
-            parts.append([_laid(each, predicted).cpu() for each in (found.token_logprobs, *top)])
+            laid = (
+                each.new_zeros(*predicted.shape, *each.shape[1:]).index_put((predicted,), each)
+                for each in (found.token_logprobs, *top)
+            )
+            parts.append([each.cpu() for each in laid])
     return [merge(each, plan) for each in zip(*parts, strict=True)]
-
-
-def _laid(values: Tensor, places: Tensor) -> Tensor:
-    rows = values.new_zeros((*places.shape, *values.shape[1:]))
-    rows[places] = values
-    return rows
 
 
 def has_cache(config: Any) -> bool:

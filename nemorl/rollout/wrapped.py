@@ -230,8 +230,8 @@ class WrappedBackend(ScheduledBackend):
             reason = "length" if len(ids) >= params.max_new_tokens else "stop"
         known, what = reason in ("stop", "length"), f"{generate}'s finish_reason"
         require(known, what, "must be stop or length", reason, "omit it")
-        stopped = ids and ids[-1] in params.stop_token_ids
-        stopped = stopped or any(stop in text for stop in params.stop_strings)
+        before = text_before(params.stop_strings, text)
+        stopped = before != text or (bool(ids) and ids[-1] in params.stop_token_ids)
         require(
             reason == "length" or stopped or not params.ignore_eos,
             f"a response of {generate}",
@@ -243,7 +243,7 @@ class WrappedBackend(ScheduledBackend):
             token_ids=ids,
             logprobs=tuple(map(float, logprobs)),
             finish_reason=reason,
-            text=text_before(params.stop_strings, text),
+            text=before,
             policy_versions=(self.policy_version or 0,) * len(ids),
             tokenizer=self.tokenizer,
         )

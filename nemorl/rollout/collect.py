@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -44,14 +44,14 @@ class Rollouts:
     conversations: Sequence[Conversation]
     """With an outcome each."""
     rewards: Float[Tensor, "batch"]
-    """Rewards as the environment's global post-processing left them."""
+    """As the environment's global post-processing left them."""
     kind: LogprobKind
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the environment."""
+    """Of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
     """As in `Outcome`; NaN where the conversation's environment has no such one (`ByRow`)."""
     failed: Sequence[Conversation] = ()
-    """Conversations that failed, which are in nothing else."""
+    """Those that failed, which are in nothing else."""
 
     @cached_property
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -106,8 +106,8 @@ class Rollouts:
 
     def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
         """Return one response's components, if any, for a log: {"rewards": {name: value}}."""
-        found = {name: float(values[index]) for name, values in self.components.items()}
-        parts = {name: value for name, value in found.items() if not math.isnan(value)}
+        items = self.components.items()
+        parts = {name: x for name, each in items if not math.isnan(x := float(each[index]))}
         return {"rewards": parts} if parts else {}
 
     @property
@@ -148,7 +148,7 @@ class Rollouts:
         >>> batch = groups.to_batch(advantages.grpo, masks.token_mean_weights)  # doctest: +SKIP
         """
         found = [examples_of(each.turns) for each in self.conversations]
-        examples = [one for each in found for one in each]
+        examples = [*chain.from_iterable(found)]
         if any(one.policy_versions is None for one in examples):
             examples = [replace(one, policy_versions=None) for one in examples]
         batch = collate(examples, logprob_kind=self.kind)
@@ -258,11 +258,12 @@ def _parted(
         first = failed[0]
         assert isinstance(first.outcome, Failure)
         row = getattr(first.row, "origin", "") or f"the row of group {first.group}"
-        ended = f"{len(failed)} of {len(conversations)} conversations"
         turn = f"in turn {len(first.turns)}" if first.turns else "before its first turn"
         what = named(parts_of(environment)[next(iter(places_of(environment, [first.row])))])
-        note = f"This ended {ended}, the first about {row}, {turn} ({what})."
-        first.outcome.error.add_note(note)
+        first.outcome.error.add_note(
+            f"This ended {len(failed)} of {len(conversations)} conversations, the first about"
+            f" {row}, {turn} ({what})."
+        )
         raise first.outcome.error
     return found, failed
 
@@ -321,16 +322,16 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
             )
     if not by_row:
         _require_alike("an environment", (part.components for part in whole))
-    conversations = [each for part in parts for each in part.conversations]
+    conversations = [*chain.from_iterable(part.conversations for part in parts)]
     metrics = dict[str, float]()
-    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+    for name in dict.fromkeys(chain.from_iterable(part.metrics for part in parts)):
         having = [part for part in parts if name in part.metrics]
         size = sum(map(len, having))
         metrics[name] = sum(len(part) / size * part.metrics[name] for part in having)
     none = [torch.full((len(part),), math.nan if by_row else 0.0) for part in parts]
     components = {
         name: torch.cat([p.components.get(name, zero) for p, zero in zip(parts, none, strict=True)])
-        for name in dict.fromkeys(name for part in parts for name in part.components)
+        for name in dict.fromkeys(chain.from_iterable(part.components for part in parts))
     }
     return replace(
         first,
@@ -338,7 +339,7 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
         rewards=torch.cat([part.rewards for part in parts]),
         metrics=metrics | _outcome_metrics(conversations),
         components=components,
-        failed=[each for part in parts for each in part.failed],
+        failed=[*chain.from_iterable(part.failed for part in parts)],
     )
 
 

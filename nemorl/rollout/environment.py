@@ -153,10 +153,8 @@ class FunctionalRewardWrapper:
         if getattr(self.fn, "reads_messages", False):
             given = [(log[:-1], log[-1:]) for log in message_log_batch]
         elif self.signature.response == "completions":
-            given = [
-                _parted(log, row) if _is_chat(row) else text
-                for log, text, row in zip(message_log_batch, texts, metadata, strict=True)
-            ]
+            parts = zip(message_log_batch, metadata, texts, strict=True)
+            given = [_parted(*each) for each in parts]
         failures: list[Exception | None] = [None] * size
         if self.signature.batch:
             rewards = self._of_batch(given, texts, metadata) if size else []
@@ -190,7 +188,7 @@ class FunctionalRewardWrapper:
 
     def _check_columns(self, rows: Sequence[Metadata]) -> None:
         if rows and not self._columns_known:
-            self.signature = self._read(there={name for row in rows for name in row})
+            self.signature = self._read(there={*chain.from_iterable(rows)})
             self._columns_known = True
         _require_columns(self.signature, rows)
 
@@ -288,7 +286,7 @@ class FunctionalRewardWrapper:
         texts: Sequence[tuple[str, str]],
         rows: Sequence[Metadata],
     ) -> list[float]:
-        prompts, responses = ([one[part] for one in pairs] for part in (0, 1))
+        prompts, responses = map(list, zip(*pairs, strict=True))
         names = dict.fromkeys(chain.from_iterable(rows))
         columns = {name: [row.get(name) for row in rows] for name in names}
         given = self.signature.arguments(prompts, responses, columns)
@@ -365,7 +363,7 @@ def check_counts(result: Any, count: int, name: str, **more: Any) -> None:
     # NeMo RL's own have no components and failures.
     optional = [each for each in ("answers", "failures") if getattr(result, each, None)]
     lists = {each: getattr(result, each) for each in ("rewards", "terminateds", *optional)}
-    lists |= {**more, **getattr(result, "components", {})}
+    lists |= more | getattr(result, "components", {})
     for field_name, values in lists.items():
         _require_count(values, count, f"environment {name!r}", field_name)
 
@@ -406,12 +404,10 @@ def listed(values: Any) -> list[Any]:
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
-def _is_chat(row: Metadata) -> bool:
+def _parted(log: MessageLog, row: Metadata, texts: tuple[str, str]) -> tuple[Any, Any]:
     prompt = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
-    return prompt is not None and not isinstance(prompt, str)
-
-
-def _parted(log: MessageLog, row: Metadata) -> tuple[list[Message], list[Message]]:
+    if prompt is None or isinstance(prompt, str):
+        return texts
     begin = min(len(messages_of(row)) or len(log), len(log) - 1)
     return [dict(message) for message in log[:begin]], [dict(message) for message in log[begin:]]
 

@@ -387,7 +387,6 @@ class Decoding:
         return True
 
     def _admit(self, version: int) -> None:
-        """Compute waiting sequences in one pass of up to PREFILL_TOKENS."""
         num_active = len(self.active)
         free = self.max_batch_size - num_active
         wanted = num_active + sum(map(len, self.waiting))

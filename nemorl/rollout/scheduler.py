@@ -214,7 +214,6 @@ class Scheduler:
         return new
 
     def _advance(self, new: list[Request]) -> None:
-        """Do a step for the open requests; its error is theirs."""
         if not self._open:
             return
         dropped = [request for request in self._open if request.future.done()]

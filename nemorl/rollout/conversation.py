@@ -175,10 +175,8 @@ class Segment:
 
 
 def examples_of(turns: Sequence[Turn]) -> list[Example]:
-    """Return the tokens of a conversation, sampled ones trained on, with `generation_logprobs`, and
-    `policy_versions` where the completions have them; an example for each of `segments_of`.
-
-    What several segments begin with is trained on in the first of them alone.
+    """Return an example for each of `segments_of`, in which sampled tokens are trained on; those
+    that several begin with, in the first of them alone.
     """
     return [_example(segment) for segment in segments_of(turns)]
 

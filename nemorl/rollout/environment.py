@@ -209,12 +209,11 @@ class FunctionalRewardWrapper:
             if self.signature.awaited:
                 answers = self._loop.run(self._awaited(calls, texts))
             for answer, text in zip(answers, texts, strict=True):
-                failure = answer if isinstance(answer, ConversationFailed) else None
+                failed = isinstance(answer, ConversationFailed)
                 if answer is LATE:
                     late.append(text)
-                zero = failure or answer is LATE
-                rewards.append(0.0 if zero else self._number(answer, *text))
-                failures.append(failure)
+                rewards.append(0.0 if failed or answer is LATE else self._number(answer, *text))
+                failures.append(answer if failed else None)
         if self._processes and late:
             warn(
                 f"reward {self.name!r} took longer than {self._processes.seconds:g} s for"

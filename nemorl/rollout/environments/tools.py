@@ -17,9 +17,11 @@ NOT_TOOLS = ("reset", "get_reward", "close", "check")
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
     """Return the tools of an object or a class: its public methods, by name."""
     kind = environment if isinstance(environment, type) else type(environment)
-    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
-    public = [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
-    return [getattr(environment, name) for name in public]
+    return [
+        getattr(environment, name)
+        for name, _ in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and name not in NOT_TOOLS
+    ]
 
 
 def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:

@@ -174,8 +174,8 @@ class Driver:
         """Return conversations row by row. Those of `_missing` begin again with another seed."""
         places = [*product(range(len(prompts)), range(self.sampling.n))]
         found: dict[tuple[int, int], Conversation] = {}
-        attempt, missing = 0, places
-        while missing and attempt < ATTEMPTS:
+        missing = places
+        for attempt in range(ATTEMPTS):
             rows = [prompts.rows[index] for index, _ in missing]
             parts = places_of(self.environment, rows).items()
             mine = [(name, [missing[i] for i in each]) for name, each in parts]
@@ -186,7 +186,8 @@ class Driver:
                 raise errors.exceptions[0] from None
             for (_, each), task in zip(mine, led, strict=True):
                 found |= zip(each, task.result(), strict=True)
-            missing, attempt = self._missing(found), attempt + 1
+            if not (missing := self._missing(found)):
+                break
         return [found[place] for place in places]
 
     async def _led(

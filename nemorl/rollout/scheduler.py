@@ -120,13 +120,10 @@ class Scheduler:
         """Return the answers to requests, in order; after an error none goes on."""
         self.check()
         self._new.extend(requests)
-        waiting = list(requests)
         try:
-            while waiting:
+            while not all(request.future.done() for request in requests):
                 self._turn_once()
-                while waiting and waiting[-1].future.done():
-                    waiting.pop()
-                if self.asleep and waiting:
+                if self.asleep:
                     time.sleep(PAUSE_S)
             return [completion for request in requests for completion in request.future.result()]
         finally:

@@ -328,9 +328,9 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
         having = [part for part in parts if name in part.metrics]
         size = sum(map(len, having))
         metrics[name] = sum(len(part) / size * part.metrics[name] for part in having)
-    none = [torch.full((len(part),), math.nan if by_row else 0.0) for part in parts]
+    none = math.nan if by_row else 0.0
     components = {
-        name: torch.cat([p.components.get(name, zero) for p, zero in zip(parts, none, strict=True)])
+        name: torch.cat([p.components.get(name, torch.full_like(p.rewards, none)) for p in parts])
         for name in dict.fromkeys(chain.from_iterable(part.components for part in parts))
     }
     return replace(
@@ -387,6 +387,6 @@ def turn_returns(
         rewards = list(given) or [*[0.0] * (len(each.turns) - 1), total]
         own = [*accumulate(reversed(rewards), lambda after, reward: reward + discount * after)]
         returns += reversed(own)
-        places = [(each.group, turn) for turn in range(len(rewards))]
-        groups += [labels.setdefault(place, len(labels)) for place in places]
+        turns = range(len(rewards))
+        groups += [labels.setdefault((each.group, turn), len(labels)) for turn in turns]
     return torch.tensor(returns), torch.tensor(groups, dtype=torch.long)

@@ -229,15 +229,19 @@ def copy_weights(model: Module, weights: Iterable[tuple[str, Tensor]], version: 
                 )
             if name not in own or own[name].shape != tensor.shape:
                 expected = f"has shape {tuple(own[name].shape)}" if name in own else "lacks it"
-                fit = f"(shape {tuple(tensor.shape)}; the model {expected})"
-                raise misfits([f"{name!r} does not fit {fit}"])
+                raise misfits(
+                    [f"{name!r} does not fit (shape {tuple(tensor.shape)}; the model {expected})"]
+                )
             came[live[whole.get(name, name)].data_ptr()] += tensor.numel()
             if not shared(own[name], tensor):
                 own[name].copy_(tensor)
                 sent[name] = sampled(tensor, version).to(own[name])
         found = {name: sampled(own[name], version) for name in sent}
-    parameters = model.named_parameters()
-    lacking = [name for name, one in parameters if came[one.data_ptr()] < one.numel()]
+    lacking = [
+        f"{name!r} is missing"
+        for name, one in model.named_parameters()
+        if came[one.data_ptr()] < one.numel()
+    ]
     if lacking:
-        raise misfits([f"{name!r} is missing" for name in lacking])
+        raise misfits(lacking)
     check_held("the generator's copy", sent, found)

@@ -331,13 +331,10 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
         _refuse_other_variants(cls, section, tree[section]["name"], args)
     usual = values(cls, {})
     shown |= {key for key, value in values(cls, tree).items() if value != usual.get(key)}
-    prog, extra = _prog(command), _extra(cls)
-    if help_ := _help(command, cls, args, shown):
-        visible, brief, more = help_
-        extra = extra if visible("--config") else []
-        print(help_of(cls, tree, visible, prog=prog, extra=extra, more=more, brief=brief), end="")
+    if text := _help(command, cls, args, tree, shown):
+        print(text, end="")
         return None
-    tree, others = parse_flags(cls, tree, args, prog=prog, extra=extra)
+    tree, others = parse_flags(cls, tree, args, prog=_prog(command), extra=_extra(cls))
     config = construct(cls, tree)
     if others["print_config"]:
         _require_names_and_rows(config, elsewhere=True)
@@ -377,7 +374,7 @@ def _extra(cls: type) -> list[Setting]:
     from tyro.conf import UseAppendAction
 
     presets = "\n".join(f"{name}: {text}" for name, text in DESCRIPTIONS.items())
-    extra: list[Setting] = [
+    return [
         (
             "config",
             UseAppendAction[tuple[str, ...]],
@@ -385,12 +382,15 @@ def _extra(cls: type) -> list[Setting]:
             " --print-config writes one.",
             (),
         ),
-        (
-            "preset",
-            cast(Any, Literal)[tuple(PRESETS)] | None,
-            f"A named set of settings, below --config and flags.\n{presets}",
-            None,
-        ),
+        *[
+            (
+                "preset",
+                cast(Any, Literal)[tuple(PRESETS)] | None,
+                f"A named set of settings, below --config and flags.\n{presets}",
+                None,
+            )
+        ]
+        * issubclass(cls, GRPOConfig),
         (
             "print_config",
             bool,
@@ -406,7 +406,6 @@ def _extra(cls: type) -> list[Setting]:
             False,
         ),
     ]
-    return [each for each in extra if each[0] != "preset" or issubclass(cls, GRPOConfig)]
 
 
 def _require_inputs(command: str, config: object) -> None:
@@ -462,12 +461,12 @@ def _require_names_and_rows(config: object, *, elsewhere: bool = False) -> None:
 
 
 def _help(
-    command: str, cls: type, args: Sequence[str], usual: Collection[str]
-) -> tuple[Callable[[str], bool], bool, str] | None:
-    """Return which flags --help shows, whether in brief, and its last lines; None without it."""
+    command: str, cls: type, args: Sequence[str], tree: dict[str, Any], usual: Collection[str]
+) -> str:
+    """Return what --help prints; nothing without it."""
     asked = [i for i, argument in enumerate(args) if argument in ("-h", "--help")]
     if not asked:
-        return None
+        return ""
     topic = next((each for each in args[asked[0] + 1 :][:1] if each[0] != "-"), "")
     found = Counter(command if "." not in key else key.partition(".")[0] for key in leaves(cls))
     sections, hidden = dict(found) if len(found) > 1 else {}, unused(cls)
@@ -490,7 +489,15 @@ def _help(
         f"More settings: {_prog(command)} --help SECTION, of {counted}, or all. The last part of a"
         " name is enough where it is unique: --lr for --optimizer.lr."
     )
-    return visible, topic == "" and bool(sections), more if sections else ""
+    return help_of(
+        cls,
+        tree,
+        visible,
+        prog=_prog(command),
+        extra=_extra(cls) if visible("--config") else [],
+        more=more if sections else "",
+        brief=topic == "" and bool(sections),
+    )
 
 
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
@@ -515,11 +522,11 @@ def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[
 
 
 def _commands(names: Sequence[str] = ()) -> str:
-    configs = {name: _config_of(name) for name in names or [*ALGORITHMS, *COMMANDS]}
-    width = max(map(len, configs))
-    docs = {name: " ".join((config.__doc__ or "").split()) for name, config in configs.items()}
-    firsts = {name: re.split(r"[.:](?=\s|$)", doc)[0] for name, doc in docs.items()}
-    return "\n".join(f"  {name:<{width}}  {first}" for name, first in firsts.items())
+    names, lines = names or [*ALGORITHMS, *COMMANDS], []
+    for name in names:
+        first, *_ = re.split(r"[.:](?=\s|$)", _config_of(name).__doc__ or "")
+        lines.append(f"  {name:<{max(map(len, names))}}  {' '.join(first.split())}")
+    return "\n".join(lines)
 
 
 def _fail(prog: str, message: str, code: int) -> int:

@@ -33,18 +33,10 @@ OF_RUN = (
     *("data.prompt_column", "data.answer_column", "data.prompt_template", "data.system_prompt"),
     *("data.chat", "data.environment_column", "reward", "reward_weights", "reward_kwargs"),
     *("generation.max_new_tokens", "generation.ignore_eos"),
-    *("generation.stop_strings", "generation.stop_token_ids"),
-    *(
-        "rollout.environment",
-        "rollout.agent",
-        "rollout.max_turns",
-        "rollout.timeout_s",
-        "rollout.discount",
-    ),
+    *("generation.stop_strings", "generation.stop_token_ids", "rollout.environment"),
+    *("rollout.agent", "rollout.max_turns", "rollout.timeout_s", "rollout.discount"),
 )
 """Settings that `eval` and `generate` take from the run that --model names."""
-
-
 OF_SET = {*OF_RUN[:3], "reward", "reward_weights", "reward_kwargs"}
 """Those of them that a known data set has itself."""
 SAMPLED = (
@@ -124,8 +116,8 @@ def settings_of_run(
     model: str,
     trust: Trust,
     *,
-    without: tuple[str, ...] = (),
-    known: bool = False,
+    without: tuple[str, ...],
+    known: bool,
 ) -> dict[str, Any]:
     """Return the settings of the run that is the model of `eval` or `generate`, but for defaults,
     those that begin as in `without`, and what `known` data sets have.
@@ -134,11 +126,13 @@ def settings_of_run(
     if not (model and directory.config.exists() and directory.holds_results()):
         return {}
     config, lines = read(directory.config)
-    usual, skipped = values(cls, {}), {*OF_SET} if known else set[str]()
-    skipped |= {key for key in OF_RUN if key.startswith(without)}
-    given = values(cls, config)
-    names = [key for key in OF_RUN if key in given and key not in skipped]
-    found = {key: given[key] for key in names if given[key] not in (None, usual[key])}
+    usual, given = values(cls, {}), values(cls, config)
+    found = {
+        key: given[key]
+        for key in OF_RUN
+        if not key.startswith(without) and not (known and key in OF_SET)
+        if key in given and given[key] not in (None, usual[key])
+    }
     with located(directory.config, lines):
         trust.require(nested(found))
     return found
@@ -218,10 +212,15 @@ class EvalConfig(RewardConfig, AnswerConfig):
         at_least(1, max_rows=self.max_rows)
         valid_seed(seed=self.seed)
         if self.choices is not None:
-            usual, must = values(type(self), {}), "is not used with choices, which are scored"
+            usual = values(type(self), {})
             for key, value in values(type(self), to_dict(self)).items():
-                fits = not key.startswith(SAMPLED) or value == usual[key]
-                require(fits, key, must, value, "remove one of them")
+                require(
+                    not key.startswith(SAMPLED) or value == usual[key],
+                    key,
+                    "is not used with choices, which are scored",
+                    value,
+                    "remove one of them",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

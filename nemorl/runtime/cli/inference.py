@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from string import ascii_uppercase
@@ -96,11 +97,13 @@ def evaluate_config(
 ) -> dict[str, Any]:
     """Return the result of `evaluate`."""
     environment = led_by(environment, config.rollout)
-    alone, must = (
-        reward is None and environment is None,
+    require(
+        config.choices is None or (reward is None and environment is None),
+        "choices",
         "must be given without reward and environment",
+        config.choices,
+        "remove one of them",
     )
-    require(config.choices is None or alone, "choices", must, config.choices, "remove one of them")
     sets = _sets(config, dataset, reward, environment)
     rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
@@ -116,11 +119,12 @@ def evaluate_config(
                 for some in slices:
                     answers += _chosen(generator, some, part, config.choices)
                 continue
-            found = [
-                collect(generator, part.environment, some, sampling, seed=config.seed)
-                for some in slices
-            ]
-            joined = join(found)
+            joined = join(
+                [
+                    collect(generator, part.environment, some, sampling, seed=config.seed)
+                    for some in slices
+                ]
+            )
             answers += _records(joined, part)
             outcomes = (each.outcome for each in joined.failed)
             failed += [each.reason for each in outcomes if isinstance(each, Failure)]
@@ -133,10 +137,10 @@ def evaluate_config(
         warn(f"{share} failed and are not counted, the first with {short(failed[0], 300)}")
     if config.generation.max_new_tokens is None:
         _warn_of_cuts(answers, config.generation.longest_response)
-    parts = dict.fromkeys(name for answer in answers for name in answer.get("rewards", ()))
+    rewards = [answer.get("rewards", {}) for answer in answers]
     components = {
-        f"reward/{name}": fmean(a["rewards"][name] for a in answers if name in a.get("rewards", ()))
-        for name in parts
+        f"reward/{name}": fmean(each[name] for each in rewards if name in each)
+        for name in dict.fromkeys(chain(*rewards))
     }
     lines = summaries(answers)
     return {
@@ -235,17 +239,31 @@ def _choices_of(template: str, row: Mapping[str, Any]) -> tuple[list[str], list[
     """Return a row's choices, the same in their template, and the index of the right one."""
     parts = parts_of(template if "{" in template else f"{{{template}}}", "choices")
     column, *more = [name for _, name in parts if name]
-    remedy = 'write it as COLUMN or " {COLUMN}"'
-    require(not more, "choices", "must name one column", template, remedy)
+    require(
+        not more,
+        "choices",
+        "must name one column",
+        template,
+        'write it as COLUMN or " {COLUMN}"',
+    )
     texts: Any = row.get(column)
     answer, several = row.get("answer"), isinstance(texts, list) and len(texts) > 1
-    fits = several and all(isinstance(text, str) and text for text in texts)
-    must, remedy = "must be a list of at least two texts", "name another column by choices"
-    require(fits, f"the column {column}", must, texts, remedy)
+    require(
+        several and all(isinstance(text, str) and text for text in texts),
+        f"the column {column}",
+        "must be a list of at least two texts",
+        texts,
+        "name another column by choices",
+    )
     ways = [*map(str, range(len(texts))), *ascii_uppercase[: len(texts)]]
     ways = texts + ways if isinstance(answer, str) else ways
-    must, remedy = "must be one of the choices, its index from 0, or its letter", "name its column"
-    require(str(answer) in ways, "answer (data.answer_column)", must, answer, remedy)
+    require(
+        str(answer) in ways,
+        "answer (data.answer_column)",
+        "must be one of the choices, its index from 0, or its letter",
+        answer,
+        "name its column",
+    )
     framed = ["".join(part + (text if name else "") for part, name in parts) for text in texts]
     return texts, framed, ways.index(str(answer)) % len(texts)
 
@@ -254,8 +272,13 @@ def _tokens_of(tokenizer: Any, template: str, row: Mapping[str, Any]) -> list[li
     """Return the tokens of each choice's text alone, as of a response."""
     _, framed, _ = _choices_of(template, row)
     tokens = tokenizer(framed, add_special_tokens=False)["input_ids"]
-    must, remedy = "must have a token in each text", "change the text, or the tokenizer"
-    require(all(tokens), "choices", must, framed, remedy)
+    require(
+        all(tokens),
+        "choices",
+        "must have a token in each text",
+        framed,
+        "change the text, or the tokenizer",
+    )
     return tokens
 
 

@@ -38,26 +38,21 @@ class Family:
     """Names in files of a mixture of experts, and of an expert's gate, up and down projection."""
 
     def layer(self) -> Parts:
-        attention = "self_attention."
-        inner: Kind = "gated" if self.gated else "rows"
-        norms = {
-            "input_layernorm": "input_layernorm",
-            f"{attention}q_layernorm": "self_attn.q_norm",
-            f"{attention}k_layernorm": "self_attn.k_norm",
-            "pre_mlp_layernorm": "post_attention_layernorm",
-        }
         found: Parts = {}
         for leaf in ("weight", "bias"):
             # The bias of a product over columns is added once, to the sum over ranks.
             columns: Kind = "columns" if leaf == "weight" else "whole"
-            linear: tuple[tuple[str, Kind, tuple[str, ...]], ...] = (
-                *((own, "whole", (theirs,)) for own, theirs in norms.items()),
-                (f"{attention}linear_qkv", "qkv", self.qkv),
-                (f"{attention}linear_proj", columns, ("self_attn.o_proj",)),
-                ("mlp.linear_fc1", inner, self.inner),
-                ("mlp.linear_fc2", columns, (self.outer,)),
-            )
-            for own, kind, theirs in linear:
+            parts: Parts = {
+                "input_layernorm": ("whole", ("input_layernorm",)),
+                "self_attention.q_layernorm": ("whole", ("self_attn.q_norm",)),
+                "self_attention.k_layernorm": ("whole", ("self_attn.k_norm",)),
+                "pre_mlp_layernorm": ("whole", ("post_attention_layernorm",)),
+                "self_attention.linear_qkv": ("qkv", self.qkv),
+                "self_attention.linear_proj": (columns, ("self_attn.o_proj",)),
+                "mlp.linear_fc1": ("gated" if self.gated else "rows", self.inner),
+                "mlp.linear_fc2": (columns, (self.outer,)),
+            }
+            for own, (kind, theirs) in parts.items():
                 found[f"{own}.{leaf}"] = kind, tuple(f"{each}.{leaf}" for each in theirs)
         return found
 

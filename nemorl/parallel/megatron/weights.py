@@ -5,8 +5,6 @@ that stage. Queries, keys and values lie in one matrix, group by group of query 
 and up projection, of which ranks of tensor parallelism have rows or columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -200,7 +198,7 @@ class Conversion:
         world = self.world
         for group, source in ((world.ep_group, expert_rank), (world.pp_group, pp_rank)):
             if group is not None and source is not None:
-                dist.broadcast(value, dist.get_global_rank(group, source), group=group)
+                dist.broadcast(value, group=group, group_src=source)
         return value
 
 
@@ -251,7 +249,7 @@ class SpanBox:
         return rows[self.rows.to(rows.device)].view(self.piece.shape)
 
 
-def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> list[SpanBox]:
+def own_boxes(stages: Any, optimizer: "ShardedAdamW", conversion: Conversion) -> list[SpanBox]:
     """Return the boxes that this rank writes; one of several ranks writes what they have alike."""
     parameters, entries = dict(stages.named_parameters()), conversion.here
     same = {
@@ -268,7 +266,7 @@ def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> l
     return boxes
 
 
-def own_weights(boxes: list[SpanBox], optimizer: ShardedAdamW) -> Pieces:
+def own_weights(boxes: list[SpanBox], optimizer: "ShardedAdamW") -> Pieces:
     """Return the pieces of weights, and their values in float32."""
     values = (box.of(optimizer.main(box.parameter)) for box in boxes)
     return [box.piece for box in boxes], values
@@ -322,7 +320,7 @@ def _by_rows(begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def own_moments(boxes: list[SpanBox], optimizer: ShardedAdamW, step: int) -> Pieces:
+def own_moments(boxes: list[SpanBox], optimizer: "ShardedAdamW", step: int) -> Pieces:
     """Return the pieces of AdamW's state that this rank writes, and their values."""
     if not step:
         return [], ()
@@ -338,7 +336,7 @@ def own_moments(boxes: list[SpanBox], optimizer: ShardedAdamW, step: int) -> Pie
 
 def fill_moments(
     stages: Any,
-    optimizer: ShardedAdamW,
+    optimizer: "ShardedAdamW",
     conversion: Conversion,
     stored: TensorFiles,
     device: torch.device,

@@ -279,9 +279,9 @@ def verify(config: VerifyConfig) -> None:
         _print_json(map(vars, receipts))
     else:
         verdicts = {
-            True: Text("holds", style="green"),
-            False: Text("does not hold", style="bold red"),
-            None: Text("–", style="dim"),
+            True: "[green]holds[/]",
+            False: "[bold red]does not hold[/]",
+            None: "[dim]–[/]",
         }
         table = _table("receipt", "", "found", box=None)
         for each in receipts:
@@ -459,7 +459,12 @@ def print_inspection(
             console.print(shown(example, found.tokenizer, styled=styled), soft_wrap=True)
     console.print()
     print_lengths(console, {title: found.statistics})
-    _print_histogram(console, found.statistics)
+    most = max((count for _, count in found.statistics.histogram), default=0)
+    below = 0
+    for edge, number in found.statistics.histogram:
+        bar = "█" * max(round(40 * number / most), int(number > 0))
+        console.print(f"{below + 1:>7} - {edge:<7} {number:>8} {bar}")
+        below = edge
     if found.kind != "prompt" and found.statistics.count > 1:
         padded, packed = found.statistics.padded_fill, found.statistics.packed_fill
         console.print(
@@ -475,10 +480,8 @@ def shown(example: Example, tokenizer: Any, *, styled: bool) -> Text:
         end = begin + len(list(places))
         part = _decoded(tokenizer, example.input_ids, begin, end)
         part = part.replace("\x1b", "␛").replace("\n", "↵\n")
-        if trained and not styled:
-            part = f"⟦{part}⟧"
         style = "bold green" if trained else "" if example.response_mask[begin] else "dim"
-        text.append(part, style=style)
+        text.append(f"⟦{part}⟧" if trained and not styled else part, style=style)
         begin = end
     return text
 
@@ -503,12 +506,3 @@ def _decoded(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> str:
 
     before, through = decode(0, begin), decode(0, end)
     return through[len(before) :] if through.startswith(before) else decode(begin, end)
-
-
-def _print_histogram(console: Console, statistics: LengthStatistics) -> None:
-    most = max((count for _, count in statistics.histogram), default=0)
-    below = 0
-    for edge, count in statistics.histogram:
-        bar = "█" * max(round(40 * count / most), int(count > 0))
-        console.print(f"{below + 1:>7} - {edge:<7} {count:>8} {bar}")
-        below = edge

@@ -189,8 +189,7 @@ class DTensorBackend(Accumulating):
 
     def _update(self, grad_norm: Tensor, limit: float) -> None:
         if limit < math.inf:
-            parameters = self.model.parameters()
-            nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm, foreach=True)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, grad_norm, foreach=True)
         self.optimizer.step()
         if self._mixtures is not None:
             self._mixtures.move_biases()
@@ -200,8 +199,9 @@ class DTensorBackend(Accumulating):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors as `merged_tensors`; of a sharded model in a collective call."""
         self._drop_gradients()
-        options: Any = {"dtype": dtype, "present": self._away.present, "adapters": adapters}
-        yield from merged_tensors(self._loaded(), **options)
+        yield from merged_tensors(
+            self._loaded(), dtype=dtype, present=self._away.present, adapters=adapters
+        )
 
     def _held(self, *, keep_weights: bool) -> list[Tensor]:
         parameters = list(self._loaded().parameters())

@@ -31,7 +31,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             shared: dict[Any, list[Any]] = {}
             for matrix in group["params"]:
@@ -61,9 +61,8 @@ class Muon(torch.optim.Optimizer):
                 if rank != this:
                     change = torch.empty(matrix.shape, device=local_part(matrix).device)
                 dist.broadcast(change, group=ranks, group_src=rank)
-                places = matrix.placements
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(distribute_tensor(change, mesh, places, src_data_rank=None))
+                matrix.add_(distribute_tensor(change, mesh, matrix.placements, src_data_rank=None))
 
     def _update(self, matrix: nn.Parameter, group: dict[str, Any]) -> Tensor:
         mean, grad = self.state[matrix], matrix.grad
@@ -111,7 +110,9 @@ class AdamW8bit:
                 )
         options: dict[str, Any] = {
             "betas": (config.beta1, config.beta2),
-            **{name: getattr(config, name) for name in ("lr", "eps", "weight_decay")},
+            "lr": config.lr,
+            "eps": config.eps,
+            "weight_decay": config.weight_decay,
         }
         self.param_groups = [{"params": list(matrices.values()), **options}]
         self._own = {

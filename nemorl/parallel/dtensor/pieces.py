@@ -29,8 +29,6 @@ from nemorl.parallel.dtensor.lora import adapter_tensors, check_scale, write_ada
 from nemorl.parallel.dtensor.optimizers import AdamW8bit, Optimizers
 from nemorl.parallel.world import World
 
-NOTHING: Stored = {}
-
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's part of a tensor, and where it begins in the whole."""
@@ -56,7 +54,7 @@ def replicas(tensor: DTensor) -> tuple[int, int]:
 
 
 def own_pieces(
-    tensors: Mapping[str, Tensor], world: World, stored: Stored = NOTHING
+    tensors: Mapping[str, Tensor], world: World, stored: Stored
 ) -> tuple[list[Piece], list[Tensor]]:
     """Return the pieces of tensors that this rank writes, and their values."""
     pieces: list[Piece] = []
@@ -71,7 +69,7 @@ def own_pieces(
 
 
 def boxes_in_files(
-    name: str, tensor: Tensor, stored: Stored = NOTHING
+    name: str, tensor: Tensor, stored: Stored
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     """Yield this rank's part of a tensor as files have it: names, boxes, and where these begin.
     Each expert has its own copy of a number, such as an optimizer's steps.
@@ -109,7 +107,7 @@ def _ours(tensors: Mapping[str, Tensor], world: World) -> set[str]:
     return found
 
 
-def fill(tensor: Tensor, files: TensorFiles, name: str, stored: Stored = NOTHING) -> Tensor:
+def fill(tensor: Tensor, files: TensorFiles, name: str, stored: Stored) -> Tensor:
     """Copy this rank's part of a stored tensor into its own, and return that."""
     groups = stored.get(name, ((name,),))
     with torch.no_grad():

@@ -331,9 +331,8 @@ def estimate(step: PlannedStep) -> Candidate:
     sent, slow = map(max, zip(*map(traffic, stages_of(step)), strict=True))
     moments, shared, apart = [*moments_of(step)], None, {}
     if step.beside:
-        alone = replace(step, beside={})
         apart = {name: training_of(each) for name, each in step.models.items()}
-        apart["policy"] = estimate(alone).fullest.total
+        apart["policy"] = estimate(replace(step, beside={})).fullest.total
     if step.work.engines:
         can_empty = implements(step.work.trainer.backend, "empty_cache")
         card, engine = GB * step.work.gpu_memory, engine_memory(step, 1)

@@ -151,8 +151,12 @@ class Mixtures:
         self._counted = None
 
     def _biases(self) -> Iterable[Tensor]:
-        parts = (part for block in self.blocks for part in block.modules())
-        return (bias for part in parts if (bias := part._buffers.get(BIAS)) is not None)
+        return (
+            bias
+            for block in self.blocks
+            for part in block.modules()
+            if (bias := part._buffers.get(BIAS)) is not None
+        )
 
     def _routed(self, router: nn.Module, args: Any, output: Any) -> Any:
         if self._balance is None:
@@ -162,8 +166,11 @@ class Mixtures:
             self._balance.seen(logits, self._copies)
             return None
         # The block computes with weights that follow from the logits, not with these.
-        floating = (n for n, part in enumerate(output) if part.is_floating_point())
-        carrier = next(number for number in floating if number != self._index)
+        carrier = next(
+            number
+            for number, part in enumerate(output)
+            if part.is_floating_point() and number != self._index
+        )
         pulled = self._balance.on(output[carrier], logits, self._copies)
         return (*output[:carrier], pulled, *output[carrier + 1 :])
 

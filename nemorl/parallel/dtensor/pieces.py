@@ -1,9 +1,10 @@
 """A rank's own piece of a tensor that ranks share, and checkpoints of such pieces."""
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,19 +91,17 @@ def _is_one(groups: Groups, tensor: Tensor) -> bool:
 
 
 def _ours(tensors: Mapping[str, Tensor], world: World) -> set[str]:
-    sizes: dict[Hashable, dict[str, int]] = {}
-    places: dict[Hashable, tuple[int, int]] = {}
+    shared: dict[tuple[Any, ...], dict[str, int]] = {}
     found = set[str]()
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             replicated = tuple(isinstance(each, Replicate) for each in tensor.placements)
-            where: Hashable = tensor.device_mesh, replicated
-            sizes.setdefault(where, {})[name] = tensor.numel()
-            places[where] = replicas(tensor)
+            alike = (*replicas(tensor), tensor.device_mesh, replicated)
+            shared.setdefault(alike, {})[name] = tensor.numel()
         elif world.rank == 0:
             found.add(name)
-    for where, (count, this) in places.items():
-        owners = shared_out(sizes[where], count)
+    for (count, this, *_), sizes in shared.items():
+        owners = shared_out(sizes, count)
         found |= {name for name, owner in owners.items() if owner == this}
     return found
 
@@ -156,8 +155,10 @@ def load(saved: Saved, model: nn.Module, optimizer: Optimizers) -> None:
                     fill(value, state, key, of_parameters([key], names))
             part.keep(fresh)
         else:
-            its = (parameter for group in part.param_groups for parameter in group["params"])
-            _load_part(part, {by_parameter[each]: each for each in its}, state, names)
+            its = {
+                by_parameter[each]: each for group in part.param_groups for each in group["params"]
+            }
+            _load_part(part, its, state, names)
 
 
 def _names(model: nn.Module) -> Stored:

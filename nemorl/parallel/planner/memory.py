@@ -162,8 +162,12 @@ class PlannedStep:
         if self.plan.cpu_offload:
             return Memory()
         layers, adapted = self.model.layers, self.frozen
-        matrices = ((x.count, m) for x in layers for m in x if len(m.shape) == 2 + m.of_experts)
-        own = sum(count * each.shard(self.plan) for count, each in matrices)
+        own = sum(
+            x.count * m.shard(self.plan)
+            for x in layers
+            for m in x
+            if len(m.shape) == 2 + m.of_experts
+        )
         spared = SPARED[self.work.optimizer.name] * (self.trained() if adapted else own)
         linear = sum(x.count * each.size for x in layers for each in x.linear)
         quantized = linear if self.work.lora.quantize != "none" else 0

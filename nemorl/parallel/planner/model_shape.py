@@ -149,8 +149,7 @@ class ModelShape:
 
     @cached_property
     def moe_intermediate_size(self) -> int:
-        experts = (each for layer in self.layers for each in layer.experts)
-        down = next((each.size for each in experts if "down" in each.name), 0)
+        down = next((m.size for layer in self.layers for m in layer.experts if "down" in m.name), 0)
         return down // max(self.num_experts * self.hidden_size, 1)
 
     def all(self) -> Iterator[tuple[int, Matrix]]:

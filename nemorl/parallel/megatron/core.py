@@ -159,8 +159,9 @@ def _place(device: torch.device, timeout: timedelta) -> dict[str, Any]:
         "pp": parallel_state.get_pipeline_model_parallel_group(),
         "ep": parallel_state.get_expert_model_parallel_group(),
     }
-    place: dict[str, Any] = {f"{name}_rank": group.rank() for name, group in groups.items()}
+    place: dict[str, Any] = {}
     for name, group in groups.items():
+        place[f"{name}_rank"] = group.rank()
         place[f"{name}_group"] = group if group.size() > 1 else None
     return place | {
         "device": device,

@@ -74,9 +74,8 @@ def train(
     load paths.hf). Raises ValueError that names the field where something can't work.
     """
     reward_fn = pop_reward(overrides, reward_fn)
-    config = make_config(algorithm, preset=preset, **overrides)
     return _run(
-        config,
+        make_config(algorithm, preset=preset, **overrides),
         model,
         tokenizer,
         train=dataset,

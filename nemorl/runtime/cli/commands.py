@@ -25,13 +25,7 @@ from nemorl.data.rows import Row, first_of
 from nemorl.data.sources import read_rows, sources_of
 from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.data.templates import with_chat_template
-from nemorl.models.hub import (
-    check_supported,
-    load_tokenizer,
-    loading,
-    model_folder,
-    read_config,
-)
+from nemorl.models.hub import check_supported, load_tokenizer, loading, model_folder, read_config
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
     CheckConfig,
@@ -278,11 +272,7 @@ def verify(config: VerifyConfig) -> None:
     if config.json:
         _print_json(map(vars, receipts))
     else:
-        verdicts = {
-            True: "[green]holds[/]",
-            False: "[bold red]does not hold[/]",
-            None: "[dim]–[/]",
-        }
+        verdicts = {True: "[green]holds[/]", False: "[bold red]does not hold[/]", None: "[dim]–[/]"}
         table = _table("receipt", "", "found", box=None)
         for each in receipts:
             table.add_row(each.name, verdicts[each.holds], Text(each.found))
@@ -422,7 +412,7 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
     kind = kind_of(rows[0]) if config.kind == "auto" else config.kind
     rows = pair_rows(rows) if kind == "pairs" else labelled_rows(rows) if kind == "labels" else rows
     items = KINDS[kind][1](rows, tokenizer)
-    tokens = [num_tokens(item) for item in items]
+    tokens = [*map(num_tokens, items)]
     statistics = length_statistics(Lengths(tokens=tokens, limit=data.max_total_sequence_length))
     return Inspection(kind, rows, items, statistics, tokenizer)
 
@@ -454,8 +444,7 @@ def print_inspection(
             count = f"{example.num_tokens} tokens"
             if any(example.loss_mask):
                 count += f", {sum(example.loss_mask)} trained on"
-            heading = Text(f"\n{row.origin}{name}: {count}", style="bold cyan")
-            console.print(heading, soft_wrap=True)
+            console.print(Text(f"\n{row.origin}{name}: {count}", style="bold cyan"), soft_wrap=True)
             console.print(shown(example, found.tokenizer, styled=styled), soft_wrap=True)
     console.print()
     print_lengths(console, {title: found.statistics})
@@ -476,7 +465,7 @@ def print_inspection(
 def shown(example: Example, tokenizer: Any, *, styled: bool) -> Text:
     """Return an example as text, what is trained on green if `styled`, else in brackets."""
     text, begin = Text(), 0
-    for trained, places in groupby(range(example.num_tokens), key=lambda i: example.loss_mask[i]):
+    for trained, places in groupby(example.loss_mask):
         end = begin + len(list(places))
         part = _decoded(tokenizer, example.input_ids, begin, end)
         part = part.replace("\x1b", "␛").replace("\n", "↵\n")

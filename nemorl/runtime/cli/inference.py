@@ -126,8 +126,7 @@ def evaluate_config(
                 ]
             )
             answers += _records(joined, part)
-            outcomes = (each.outcome for each in joined.failed)
-            failed += [each.reason for each in outcomes if isinstance(each, Failure)]
+            failed += [x.outcome.reason for x in joined.failed if isinstance(x.outcome, Failure)]
             of_set, turns = dict(joined.metrics), float(joined.num_turns.float().mean())
             of_set |= {} if turns == 1 else {"turns": turns}
             prefix = f"{part.name}/" if len(sets) > 1 else ""
@@ -240,11 +239,7 @@ def _choices_of(template: str, row: Mapping[str, Any]) -> tuple[list[str], list[
     parts = parts_of(template if "{" in template else f"{{{template}}}", "choices")
     column, *more = [name for _, name in parts if name]
     require(
-        not more,
-        "choices",
-        "must name one column",
-        template,
-        'write it as COLUMN or " {COLUMN}"',
+        not more, "choices", "must name one column", template, 'write it as COLUMN or " {COLUMN}"'
     )
     texts: Any = row.get(column)
     answer, several = row.get("answer"), isinstance(texts, list) and len(texts) > 1

@@ -112,12 +112,7 @@ class AnswerConfig(LoadedConfig):
 
 
 def settings_of_run(
-    cls: type,
-    model: str,
-    trust: Trust,
-    *,
-    without: tuple[str, ...],
-    known: bool,
+    cls: type, model: str, trust: Trust, *, without: tuple[str, ...], known: bool
 ) -> dict[str, Any]:
     """Return the settings of the run that is the model of `eval` or `generate`, but for defaults,
     those that begin as in `without`, and what `known` data sets have.
@@ -281,7 +276,7 @@ class GenerateConfig(AnswerConfig):
                 f"file must be a readable text file, but {self.file} is not ({error}): give one"
                 " prompt per line"
             ) from None
-        found = [*self.prompt, *(line for line in lines if line.strip())]
+        found = [*self.prompt, *filter(str.strip, lines)]
         require(bool(found), "file", "must hold a prompt", self.file, "write one prompt per line")
         return found
 

@@ -4,7 +4,7 @@ megatron-core is imported by `setup`: a process that only starts ranks does with
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ from nemorl.losses.types import Mean, Metrics, Needs, merge
 from nemorl.models.adapters import live_tensors
 from nemorl.models.causal_lm import check_files, fresh_head, is_scalar, warn_of_unused
 from nemorl.models.hub import loading, weight_files
-from nemorl.models.tensor_files import TensorFiles, as_stored, sampled, stored_names
+from nemorl.models.tensor_files import TensorFiles, as_stored, sampled, shapes_of, stored_names
 from nemorl.parallel.accumulation import Accumulating, outline_of, storage_of
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
@@ -238,17 +238,13 @@ class Source:
     """A model as its files or its owner have it."""
 
     model: Any
-    tensors: dict[str, Tensor]
-    """Its parameters, tied ones once, by their names in files."""
+    shapes: Shapes
+    """Of its parameters, tied ones once, by their names in files."""
     names: list[str]
     read: Any
     """`read(name, offsets, shape)` returns a part of a tensor."""
     unused: Iterable[str] = ()
     """Names of tensors in its files that it does not use."""
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(each.shape) for name, each in self.tensors.items()}
 
     def fingerprint(self, world: World) -> str:
         """A collective call: each rank reads some tensors."""
@@ -268,14 +264,12 @@ def source_of(config: BackendConfig, given: Any) -> Source:
     """Return where weights come from: safetensors, maybe with a fresh head, or a whole model."""
     model, given, folder = outline_of(config, given)
     stored = stored_names(model)
-
-    def of_files(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(as_stored(tensors.items(), stored))
-
-    tensors, names = of_files(live_tensors(model)), list(of_files(model.state_dict()))
-    source = partial(Source, model=model, tensors=tensors, names=names)
+    shapes = shapes_of(live_tensors(model), stored)
+    names = [name for name, _ in as_stored(model.state_dict().items(), stored)]
+    source = partial(Source, model=model, shapes=shapes, names=names)
     if given is not None:
-        return source(read=partial(_box, of_files(given.state_dict())))
+        tensors = dict(as_stored(given.state_dict().items(), stored))
+        return source(read=partial(_box, tensors))
     assert folder is not None
     with loading(str(folder)):
         files = TensorFiles(weight_files(folder))
@@ -285,13 +279,12 @@ def source_of(config: BackendConfig, given: Any) -> Source:
         def read(name: str, *box: tuple[int, ...]) -> Tensor:
             return _box(fresh, name, *box) if name in fresh else files.read(name, *box)
 
-        found = source(read=read)
-        shapes = files.shapes | {name: found.shapes[name] for name in fresh}
-        return replace(found, unused=check_files(model, shapes, found.shapes))
+        known = files.shapes | {name: shapes[name] for name in fresh}
+        return source(read=read, unused=check_files(model, known, shapes))
 
 
 def _box(
-    tensors: dict[str, Tensor], name: str, offsets: tuple[int, ...], shape: tuple[int, ...]
+    tensors: Mapping[str, Tensor], name: str, offsets: tuple[int, ...], shape: tuple[int, ...]
 ) -> Tensor:
     box = zip(offsets, shape, strict=True)
     return tensors[name][tuple(slice(first, first + size) for first, size in box)]

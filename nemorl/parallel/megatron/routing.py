@@ -117,7 +117,7 @@ def routes_of(
         return None
     assert isinstance(part.routed_experts, Tensor)
     pp, stages = world.plan.pp, world.plan.stages.layers(num_layers)
-    own = part.routed_experts.cpu().split([len(each) for each in stages[world.pp_rank :: pp]], 2)
+    own = part.routed_experts.cpu().split([*map(len, stages[world.pp_rank :: pp])], 2)
     return by_state(work.computed(own[stage // pp], free=-1), world)
 
 

@@ -4,21 +4,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, PositiveInt
 
 from nemorl.data.templates import Message
-from nemorl.runtime.serve.chat import check_tools, chosen, message
-from nemorl.runtime.serve.wire import (
-    Ask,
-    Body,
-    Dialect,
-    Event,
-    Refused,
-    Sampled,
-    demand,
-    new_id,
-    tool,
-)
+from nemorl.runtime.serve import chat, wire
 
 Part = dict[str, Any]
 NOTHING = {"type": "text", "text": ""}
@@ -60,13 +49,13 @@ class Edit(BaseModel):
     type: Literal["clear_thinking_20251015"]
 
 
-class MessagesBody(Body):
+class MessagesBody(wire.Body):
     """Fields of /v1/messages; the last three, and an effort, change nothing."""
 
     messages: list[Said]
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     system: str | list[Part] = ""
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[Tool, ...] = Field(default=(), max_length=wire.MOST_TOOLS)
     tool_choice: Choice = Choice()
     stop_sequences: tuple[str, ...] = ()
     thinking: Thinking | None = None
@@ -77,21 +66,16 @@ class MessagesBody(Body):
     service_tier: Any = None
 
 
-def read(body: MessagesBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
+def read(body: MessagesBody, earlier: Mapping[str, Sequence[Message]]) -> wire.Ask:
     """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
-    check_tools(body.tools, None)
-    tools = [
-        tool(each.name, each.description, each.input_schema, f"tools.{i}", schema_in="input_schema")
-        for i, each in enumerate(body.tools)
-    ]
+    schema = "input_schema"
+    tools = [wire.tool(dict(each), f"tools.{i}", schema) for i, each in enumerate(body.tools)]
     said = _said("system", body.system, "system") if body.system else []
     for i, each in enumerate(body.messages):
         said += _said(each.role, each.content, f"messages.{i}")
-    fits = not said or said[-1]["role"] != "assistant"
-    demand(fits, "messages", "must not end with the assistant's", "no answer continues another")
-    return Ask(
+    return wire.Ask(
         messages=said,
-        tools=chosen(body.tool_choice.type, tools),
+        tools=chat.chosen(body.tool_choice.type, tools),
         stop=body.stop_sequences,
         max_tokens=body.max_tokens,
         sampling=body.given(),
@@ -111,41 +95,41 @@ def _said(role: str, content: str | list[Part], place: str) -> list[Message]:
             calls.append({"id": part.get("id"), "function": function})
         if kind == "tool_result":
             result = {"content": part.get("content"), "tool_call_id": part.get("tool_use_id")}
-            results.append(message({"role": "tool", **result}, f"{place}.content.{i}"))
-    made = message({"role": role, "content": texts, "tool_calls": calls}, place)
+            results.append(chat.message({"role": "tool", **result}, f"{place}.content.{i}"))
+    made = chat.message({"role": role, "content": texts, "tool_calls": calls}, place)
     return results if results and not made["content"] else [*results, made]
 
 
-def reply(body: MessagesBody, ask: Ask, answers: Sequence[Sampled]) -> dict[str, Any]:
+def reply(body: MessagesBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> dict[str, Any]:
     """Return an answer as a message."""
-    answer = answers[0]
-    text = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
+    [answer] = answers
+    functions = [(call["id"], call["function"]) for call in answer.calls]
+    parts: list[Part] = [
+        {"type": "tool_use", "id": id, "name": function["name"], "input": function["arguments"]}
+        for id, function in functions
+    ]
+    if answer.content or not parts:
+        parts.insert(0, {"type": "text", "text": answer.content})
     stop = None if answer.calls else answer.stop_string
     return {
-        "id": new_id("msg_"),
+        "id": wire.new_id("msg_"),
         "type": "message",
         "role": "assistant",
         "model": body.model,
-        "content": [*text, *map(_use, answer.calls)],
+        "content": parts,
         "stop_reason": "stop_sequence" if stop else STOPS[answer.finish],
         "stop_sequence": stop,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens},
     }
 
 
-def _use(call: Mapping[str, Any]) -> Part:
-    made = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
-    return {**made, "input": call["function"]["arguments"]}
-
-
-def events(body: MessagesBody, found: dict[str, Any]) -> Iterator[Event]:
+def events(body: MessagesBody, found: dict[str, Any]) -> Iterator[wire.Event]:
     """Yield a finished answer as the events of its blocks."""
     ends = {name: found[name] for name in ("stop_reason", "stop_sequence")}
     yield _event("message_start", message={**found, **dict.fromkeys(ends), "content": []})
     for i, part in enumerate(found["content"]):
         if part["type"] == "text":
-            start = {**part, "text": ""}
-            delta = {"type": "text_delta", "text": part["text"]}
+            start, delta = {**part, "text": ""}, {**part, "type": "text_delta"}
         else:
             start = {**part, "input": {}}
             written = json.dumps(part["input"], ensure_ascii=False)
@@ -157,11 +141,11 @@ def events(body: MessagesBody, found: dict[str, Any]) -> Iterator[Event]:
     yield _event("message_stop")
 
 
-def _event(name: str, **data: Any) -> Event:
+def _event(name: str, **data: Any) -> wire.Event:
     return name, {"type": name, **data}
 
 
-def failure(error: Refused) -> dict[str, Any]:
+def failure(error: wire.Refused) -> dict[str, Any]:
     """Return an error as Anthropic's clients read it."""
     usual = "api_error" if error.status >= 500 else "invalid_request_error"
     text, field = str(error), error.field or ""
@@ -169,7 +153,7 @@ def failure(error: Refused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": KINDS.get(error.status, usual), "message": text}}
 
 
-MESSAGES = Dialect(
+MESSAGES = wire.Dialect(
     path="/v1/messages",
     body=MessagesBody,
     read=read,

@@ -4,39 +4,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import PositiveInt
 
 from nemorl.data.templates import Message
-from nemorl.runtime.serve.chat import (
-    Shared,
-    check_output,
-    failure,
-    logprobs,
-    message,
-    tools_in,
-    written,
-)
-from nemorl.runtime.serve.wire import (
-    Ask,
-    Dialect,
-    Event,
-    Sampled,
-    demand,
-    new_id,
-)
+from nemorl.runtime.serve import chat, wire
 
 LOGPROBS = "message.output_text.logprobs"
 NOTES = "type", "id", "status", "phase"
 """Fields of a message that it isn't shown with."""
 
 
-class ResponsesBody(Shared):
+class ResponsesBody(chat.Shared):
     """Fields of /v1/responses; those from client_metadata on change nothing."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: PositiveInt | None = None
     include: list[str] | None = None
     """Log-probabilities; all else is of items that aren't made."""
     text: dict[str, Any] | None = None
@@ -48,24 +32,24 @@ class ResponsesBody(Shared):
     prompt_cache_retention: Any = None
 
 
-def read(body: ResponsesBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
+def read(body: ResponsesBody, earlier: Mapping[str, Sequence[Message]]) -> wire.Ask:
     """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
     text, thought = body.text or {}, body.reasoning or {}
-    check_output(text.get("format"), body.top_logprobs, "text.format")
+    chat.check_output(text.get("format"), "text.format")
     fixed = {"reasoning.effort": thought.get("effort"), "text.verbosity": text.get("verbosity")}
     for field, value in fixed.items():
         must = f"must be left out, but is {value!r}"
-        demand(value is None, field, must, "ask for it in a message")
+        wire.demand(value is None, field, must, "ask for it in a message")
     id = body.previous_response_id
     must, remedy = f"must be of an answer in this session, but is {id!r}", "send its messages"
-    demand(id is None or id in earlier, "previous_response_id", must, remedy)
+    wire.demand(id is None or id in earlier, "previous_response_id", must, remedy)
     first = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    demand(bool(body.input), "input", "must not be empty", "add a message")
+    wire.demand(bool(body.input), "input", "must not be empty", "add a message")
     new = body.input if isinstance(body.input, list) else [{"role": "user", "content": body.input}]
-    return Ask(
+    return wire.Ask(
         messages=[*first, *(earlier[id] if id else ()), *_messages(new)],
         instructed=bool(first),
-        tools=tools_in(body),
+        tools=chat.tools_in(body),
         max_tokens=body.max_output_tokens,
         sampling=body.given(),
     )
@@ -83,10 +67,10 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
         said = {name: value for name, value in item.items() if name not in NOTES}
         forms = {"message": said, "function_call": calls, "function_call_output": output}
         must = f"must be a message, a function_call or its output, but is {kind!r}"
-        demand(str(kind) in forms, f"{place}.type", must, "leave it out")
+        wire.demand(str(kind) in forms, f"{place}.type", must, "leave it out")
         there = kind == "message" or isinstance(call, str)
-        demand(there, f"{place}.call_id", "must be text", "give back the call's")
-        found = message(forms[kind], place)
+        wire.demand(there, f"{place}.call_id", "must be text", "give back the call's")
+        found = chat.message(forms[kind], place)
         if kind == "function_call" and made and made[-1]["role"] == "assistant":
             last = made.pop()
             found = {**last, "tool_calls": [*last.get("tool_calls", ()), *found["tool_calls"]]}
@@ -94,7 +78,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     return made
 
 
-def reply(body: ResponsesBody, ask: Ask, answers: Sequence[Sampled]) -> dict[str, Any]:
+def reply(body: ResponsesBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> dict[str, Any]:
     """Return an answer as a response."""
     [answer] = answers
     cut = {"reason": "max_output_tokens"} if answer.finish == "length" else None
@@ -102,22 +86,22 @@ def reply(body: ResponsesBody, ask: Ask, answers: Sequence[Sampled]) -> dict[str
     output = [
         {
             "type": "function_call",
-            "id": new_id("fc_"),
+            "id": wire.new_id("fc_"),
             "call_id": call["id"],
             "name": call["function"]["name"],
-            "arguments": written(call),
+            "arguments": chat.written(call),
             "status": "completed",
         }
         for call in answer.calls
     ]
     if answer.content or not output:
-        likely = logprobs(answer) if LOGPROBS in (body.include or ()) else []
+        likely = chat.logprobs(answer) if LOGPROBS in (body.include or ()) else []
         part = {"type": "output_text", "text": answer.content, "annotations": []}
-        said = {"type": "message", "id": new_id("msg_"), "role": "assistant", "status": status}
+        said = {"type": "message", "id": wire.new_id("msg_"), "role": "assistant", "status": status}
         output.insert(0, {**said, "content": [{**part, "logprobs": likely}]})
     return {
         **body.model_dump(exclude={"input", "stream", "include", "client_metadata"}),
-        "id": new_id("resp_"),
+        "id": wire.new_id("resp_"),
         "object": "response",
         "created_at": int(time.time()),
         "status": status,
@@ -137,7 +121,7 @@ def reply(body: ResponsesBody, ask: Ask, answers: Sequence[Sampled]) -> dict[str
     }
 
 
-def events(body: ResponsesBody, found: dict[str, Any]) -> Iterator[Event]:
+def events(body: ResponsesBody, found: dict[str, Any]) -> Iterator[wire.Event]:
     """Yield a finished answer as the events of a response."""
     for number, (kind, data) in enumerate(_steps(found)):
         name = f"response.{kind}"
@@ -167,11 +151,11 @@ def _steps(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield found["status"], {"response": found}
 
 
-RESPONSES = Dialect(
+RESPONSES = wire.Dialect(
     path="/v1/responses",
     body=ResponsesBody,
     read=read,
     reply=reply,
     events=events,
-    failure=failure,
+    failure=chat.failure,
 )

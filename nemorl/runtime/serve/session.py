@@ -182,8 +182,8 @@ class Session:
     def _prompt(self, ask: Ask) -> tuple[tuple[int, ...], Any]:
         if ask.token_ids:
             return tuple(ask.token_ids), None
-        last, must = ask.messages[-1]["role"], "must not be the assistant's"
-        demand(last != "assistant", "messages", f"end with one that {must}", "leave it out")
+        last, must = ask.messages[-1]["role"], "must not end with the assistant's"
+        demand(last != "assistant", "messages", must, "no answer continues another")
         try:
             return self._context.prompt_of(self._recorded(ask.messages), ask.tools)
         except (ValueError, TypeError, TemplateError) as error:

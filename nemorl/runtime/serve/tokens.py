@@ -1,79 +1,68 @@
 """vLLM's token form: token ids in, token ids out, as training clients of agents' libraries send."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import Field, PositiveInt
+
 from nemorl.data.templates import Message
-from nemorl.runtime.serve.chat import failure, stops
-from nemorl.runtime.serve.wire import Ask, Body, Dialect, Event, Sampled, Sampling, demand, new_id
+from nemorl.runtime.serve import wire
+from nemorl.runtime.serve.chat import failure
 
 
-class Params(Sampling):
+class Params(wire.Sampling):
     """vLLM's sampling parameters; the last three change no token."""
 
     n: int = 1
-    stop: str | list[str] | None = None
+    stop: wire.Stops = ()
     stop_token_ids: tuple[int, ...] = ()
-    max_tokens: int | None = None
-    logprobs: int | None = None
+    max_tokens: PositiveInt | None = None
+    logprobs: int | None = Field(default=None, le=1)
     skip_special_tokens: bool = False
     routed_experts_prompt_start: int | None = None
 
 
-class TokensBody(Body):
+class TokensBody(wire.Body):
     """Fields of /inference/v1/generate."""
 
-    token_ids: list[int]
+    token_ids: list[int] = Field(min_length=1)
     sampling_params: Params = Params()
     request_id: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
 
 
-def read(body: TokensBody, earlier: Mapping[str, Sequence[Message]]) -> Ask:
+def read(body: TokensBody, earlier: Mapping[str, Sequence[Message]]) -> wire.Ask:
     """Return a request as an Ask. Raises: Refused."""
     asked = body.sampling_params
-    demand(bool(body.token_ids), "token_ids", "must not be empty", "begin with a special token")
-    demand(not body.stream, "stream", "must be false", "ask for the whole answer")
-    demand((asked.logprobs or 0) <= 1, "logprobs", "must be at most 1", "sampled tokens' are kept")
-    return Ask(
+    wire.demand(not body.stream, "stream", "must be false", "ask for the whole answer")
+    return wire.Ask(
         token_ids=body.token_ids,
         n=asked.n,
-        stop=stops(asked.stop),
+        stop=asked.stop,
         stop_token_ids=asked.stop_token_ids,
         max_tokens=asked.max_tokens,
         sampling=asked.given(),
     )
 
 
-def reply(body: TokensBody, ask: Ask, answers: Sequence[Sampled]) -> dict[str, Any]:
+def reply(body: TokensBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> dict[str, Any]:
     """Return answers with their token ids, end tokens included."""
     choices = []
-    for number, answer in enumerate(answers):
-        found = answer.completion
+    for i, found in enumerate(each.completion for each in answers):
         pairs = zip(found.token_ids, found.logprobs, strict=True)
-        logprobs = [{"token": f"token_id:{id}", "logprob": value} for id, value in pairs]
-        choices.append(
-            {
-                "index": number,
-                "token_ids": list(found.token_ids),
-                "finish_reason": found.finish_reason,
-                "logprobs": {"content": logprobs},
-            }
-        )
-    return {"request_id": body.request_id or new_id(""), "model": body.model, "choices": choices}
+        content = [{"token": f"token_id:{token}", "logprob": value} for token, value in pairs]
+        ends = {"finish_reason": found.finish_reason, "logprobs": {"content": content}}
+        choices.append({"index": i, "token_ids": found.token_ids, **ends})
+    id = body.request_id or wire.new_id("")
+    return {"request_id": id, "model": body.model, "choices": choices}
 
 
-def events(body: TokensBody, found: dict[str, Any]) -> Iterator[Event]:
-    """Yield nothing: this form is not streamed."""
-    yield from ()
-
-
-TOKENS = Dialect(
+TOKENS = wire.Dialect(
     path="/inference/v1/generate",
     body=TokensBody,
     read=read,
     reply=reply,
-    events=events,
+    events=lambda body, found: iter(()),  # refused by `read`
     failure=failure,
 )

@@ -5,9 +5,9 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator
 
 from nemorl.data.templates import Message
 from nemorl.rollout.generation import Completion
@@ -18,6 +18,10 @@ MOST_TOOLS, MOST_SAMPLES = 256, 128
 TEXT = "text", "input_text", "output_text"
 DEPTH = 32
 """Of a tool's schema."""
+Stops = Annotated[
+    tuple[str, ...], BeforeValidator(lambda s: (s,) if isinstance(s, str) else s or ())
+]
+"""A stop string, several, or none."""
 
 
 class Refused(Exception):
@@ -36,10 +40,8 @@ def demand(fits: bool, field: str, requirement: str, remedy: str) -> None:
         raise Refused(f"{field} {requirement}: {remedy}", field=field)
 
 
-class Sampling(BaseModel):
+class Sampling(BaseModel, extra="forbid"):
     """How a request wants tokens sampled; any other field is refused by its name."""
-
-    model_config = ConfigDict(extra="forbid")
 
     temperature: float | None = None
     top_p: float | None = None
@@ -53,7 +55,7 @@ class Sampling(BaseModel):
 
     def given(self) -> dict[str, Any]:
         """Return the fields that are given."""
-        return {name: v for name in Sampling.model_fields if (v := getattr(self, name)) is not None}
+        return self.model_dump(include={*Sampling.model_fields}, exclude_none=True)
 
 
 class Body(Sampling):
@@ -85,12 +87,9 @@ class Ask:
     def __post_init__(self) -> None:
         demand(bool(self.messages or self.token_ids), "messages", "must not be empty", "add one")
         demand(1 <= self.n <= MOST_SAMPLES, "n", f"must be from 1 to {MOST_SAMPLES}", "lower it")
-        few = len(self.stop) <= MOST_STOPS
-        demand(few, "stop", f"must have at most {MOST_STOPS} strings", "leave some out")
-        fits = all(0 < len(each) <= LONGEST_STOP for each in self.stop)
-        demand(fits, "stop", f"must be strings of 1 to {LONGEST_STOP} characters", "change them")
-        most = self.max_tokens is None or self.max_tokens >= 1
-        demand(most, "max_tokens", "must be at least 1", "raise it")
+        fits = len(self.stop) <= MOST_STOPS and all(0 < len(s) <= LONGEST_STOP for s in self.stop)
+        must = f"must have at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters"
+        demand(fits, "stop", must, "change them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +143,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def text_in(content: Any, field: str, kinds: Sequence[str] = TEXT) -> str:
+def text_in(content: Any, field: str) -> str:
     """Return content, or its parts of text, as one text. Raises: Refused for images and others."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -152,7 +151,7 @@ def text_in(content: Any, field: str, kinds: Sequence[str] = TEXT) -> str:
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        there = kind in kinds and isinstance(part.get("text"), str)
+        there = kind in TEXT and isinstance(part.get("text"), str)
         place = f"{field}.{number}"
         demand(there, place, f"must be text, but is of type {kind!r}", "the model reads text only")
         texts.append(part["text"])
@@ -164,27 +163,25 @@ def arguments_in(text: Any, field: str) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}") if isinstance(text, str | None) else text
     except (ValueError, RecursionError) as error:
-        raise Refused(
-            f"{field} must be JSON, but is not ({error}): correct it", field=field
-        ) from None
+        must = f"{field} must be JSON, but is not ({error})"
+        raise Refused(f"{must}: correct it", field=field) from None
     demand(isinstance(found, dict), field, "must be a JSON object", "name the arguments")
     return found
 
 
-def tool(
-    name: Any, description: Any, schema: Any, field: str, *, schema_in: str = "parameters"
-) -> dict[str, Any]:
+def tool(found: Mapping[str, Any], place: str, schema_in: str = "parameters") -> dict[str, Any]:
     """Return a tool as chat templates take it. Raises: Refused for a broken schema."""
+    name, description, schema = map(found.get, ("name", "description", schema_in))
     named = isinstance(name, str) and NAME.fullmatch(name) is not None
-    demand(named, f"{field}.name", "must be 1 to 64 letters, digits, _, . or -", "rename it")
-    fits = description is None or isinstance(description, str)
-    demand(fits, f"{field}.description", "must be text", "change it")
+    demand(named, f"{place}.name", "must be 1 to 64 letters, digits, _, . or -", "rename it")
+    text = isinstance(description, str | None)
+    demand(text, f"{place}.description", "must be text", "change it")
     schema = {"type": "object", "properties": {}} if schema is None else schema
     fits = isinstance(schema, dict) and schema.get("type") == "object" and _shallow(schema, DEPTH)
     properties = schema.get("properties", {}) if fits else None
     fits = isinstance(properties, dict) and all(isinstance(p, dict) for p in properties.values())
     must = f"must be a JSON schema of an object, at most {DEPTH} deep"
-    demand(fits, f"{field}.{schema_in}", must, "give type, properties and required")
+    demand(fits, f"{place}.{schema_in}", must, "give type, properties and required")
     function = {"name": name, "description": description or "", "parameters": schema}
     return {"type": "function", "function": function}
 

@@ -124,7 +124,7 @@ def test_branches_go_on_from_their_own_tokens():
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages\.0"),
         (
             {"messages": [user("a"), {"role": "assistant", "content": "b"}]},
-            "not be the assistant's",
+            "messages must not end with the assistant's",
         ),
         ({"n": 500}, "n must be from 1 to 128"),
         ({"api_key": "wrong", "token": "wrong"}, "the key must be that of an open conversation"),

@@ -18,12 +18,12 @@ KINDS = {401: "authentication_error", 403: "permission_error"}
 class Shared(wire.Body):
     """Fields of both of OpenAI's dialects; those from `user` on change nothing."""
 
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=wire.MOST_TOOLS)
+    tools: list[wire.Json] | None = Field(default=None, max_length=wire.MOST_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     top_logprobs: Literal[0] | None = None
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: wire.Json | None = None
     store: bool | None = None
     service_tier: str | None = None
 
@@ -31,17 +31,17 @@ class Shared(wire.Body):
 class ChatBody(Shared):
     """Fields of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[wire.Json]
     n: int | None = None
     stop: wire.Stops = ()
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
-    response_format: dict[str, Any] | None = None
-    stream_options: dict[str, Any] | None = None
+    response_format: wire.Json | None = None
+    stream_options: wire.Json | None = None
 
 
-def read(body: ChatBody, earlier: Mapping[str, Sequence[Message]]) -> wire.Ask:
+def read(body: ChatBody, earlier: wire.Earlier) -> wire.Ask:
     """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
     check_output(body.response_format, "response_format")
     return wire.Ask(
@@ -61,7 +61,7 @@ def check_output(form: Any, field: str) -> None:
     wire.demand(kind == "text", field, f"must be text, but is {kind!r}", free)
 
 
-def tools_in(body: Shared) -> Sequence[dict[str, Any]]:
+def tools_in(body: Shared) -> Sequence[wire.Json]:
     """Return the tools that the model is shown. Raises: Refused for what can't be obeyed."""
     one, must = "parallel_tool_calls", "must be true: the model calls as many tools as it likes"
     wire.demand(body.parallel_tool_calls is not False or not body.tools, one, must, "leave it out")
@@ -74,7 +74,7 @@ def tools_in(body: Shared) -> Sequence[dict[str, Any]]:
     return chosen(body.tool_choice, tools)
 
 
-def chosen(choice: Any, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def chosen(choice: Any, tools: Sequence[wire.Json]) -> Sequence[wire.Json]:
     """Return the tools that the model is shown. "required" is as "auto", because forcing a call
     would change the policy.
     """
@@ -85,7 +85,7 @@ def chosen(choice: Any, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, A
     return () if kind == "none" else tools
 
 
-def message(found: Mapping[str, Any], place: str) -> Message:
+def message(found: wire.Json, place: str) -> Message:
     """Return a message as `Policy.chat` takes it."""
     role = "system" if found.get("role") == "developer" else found.get("role")
     must = f"must be one of developer, {', '.join(TEMPLATES_TAKE)}, but is {role!r}"
@@ -104,7 +104,7 @@ def message(found: Mapping[str, Any], place: str) -> Message:
     return made
 
 
-def _call(found: Any, place: str) -> dict[str, Any]:
+def _call(found: Any, place: str) -> wire.Json:
     function: Any = found.get("function") if isinstance(found, Mapping) else None
     named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
     wire.demand(named, place, "must have a function's name", "name it")
@@ -113,7 +113,7 @@ def _call(found: Any, place: str) -> dict[str, Any]:
     return {"id": found.get("id"), "type": "function", "function": function}
 
 
-def reply(body: ChatBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> dict[str, Any]:
+def reply(body: ChatBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> wire.Json:
     """Return answers as a chat.completion."""
     choices = [
         {
@@ -136,7 +136,7 @@ def reply(body: ChatBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> dic
     }
 
 
-def _message(answer: wire.Sampled) -> dict[str, Any]:
+def _message(answer: wire.Sampled) -> wire.Json:
     calls = [
         {**call, "function": {**call["function"], "arguments": written(call)}}
         for call in answer.calls
@@ -145,12 +145,12 @@ def _message(answer: wire.Sampled) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
 
 
-def written(call: Mapping[str, Any]) -> str:
+def written(call: wire.Json) -> str:
     """Return a call's arguments as JSON."""
     return json.dumps(call["function"]["arguments"], ensure_ascii=False)
 
 
-def logprobs(answer: wire.Sampled) -> list[dict[str, Any]]:
+def logprobs(answer: wire.Sampled) -> list[wire.Json]:
     """Return the log-probability of each sampled token, with its text and bytes."""
     found, tokenizer = answer.completion, answer.tokenizer
     texts = [tokenizer.decode([token]) if tokenizer else "" for token in found.token_ids]
@@ -160,7 +160,7 @@ def logprobs(answer: wire.Sampled) -> list[dict[str, Any]]:
     ]
 
 
-def events(body: ChatBody, found: dict[str, Any]) -> Iterator[wire.Event]:
+def events(body: ChatBody, found: wire.Json) -> Iterator[wire.Event]:
     """Yield a finished answer as chunks of chat.completion.chunk."""
     head = {name: found[name] for name in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
@@ -177,7 +177,7 @@ def events(body: ChatBody, found: dict[str, Any]) -> Iterator[wire.Event]:
     yield None, "[DONE]"
 
 
-def failure(error: wire.Refused) -> dict[str, Any]:
+def failure(error: wire.Refused) -> wire.Json:
     """Return an error as OpenAI's clients read it."""
     usual = "server_error" if error.status >= 500 else "invalid_request_error"
     about = {"type": KINDS.get(error.status, usual), "param": error.field, "code": error.code}

@@ -29,14 +29,12 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from nemorl.checks import short
 from nemorl.rollout.calls import EventLoop
-from nemorl.runtime.serve.chat import CHAT
-from nemorl.runtime.serve.messages import MESSAGES
-from nemorl.runtime.serve.responses import RESPONSES
+from nemorl.runtime.serve import chat, messages, responses, tokens
 from nemorl.runtime.serve.session import Session
-from nemorl.runtime.serve.tokens import TOKENS
 from nemorl.runtime.serve.wire import Ask, Dialect, Event, Refused, Sampled
 
-DIALECTS = (CHAT, RESPONSES, MESSAGES, TOKENS)
+CHAT, RESPONSES, MESSAGES = chat.CHAT, responses.RESPONSES, messages.MESSAGES
+DIALECTS = CHAT, RESPONSES, MESSAGES, tokens.TOKENS
 MOST_BYTES = 32 << 20
 """Of a request's body."""
 SILENT_S = 30.0
@@ -94,18 +92,16 @@ class Traffic:
     """What is counted, under Prometheus' names."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        to: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("nemorl_requests", "Requests", ["path", "status"], **to)
-        self.tokens = Counter("nemorl_tokens", "Tokens of answers", ["kind"], **to)
-        self.open = Gauge("nemorl_open_requests", "Requests that wait for an answer", **to)
-        self.seconds = Histogram("nemorl_seconds", "Seconds until an answer", **to)
+        self.registry = to = CollectorRegistry()
+        self.requests = Counter("nemorl_requests", "Requests", ["path", "status"], registry=to)
+        self.tokens = Counter("nemorl_tokens", "Tokens of answers", ["kind"], registry=to)
+        self.open = Gauge("nemorl_open_requests", "Requests that wait for an answer", registry=to)
+        self.seconds = Histogram("nemorl_seconds", "Seconds until an answer", registry=to)
 
     def totals(self) -> dict[str, float]:
         """Return what people watch: open and answered requests, errors and tokens."""
-        found = dict.fromkeys(
-            ("open", "answered", "refused", "prompt tokens", "completion tokens"), 0.0
-        )
+        names = "open", "answered", "refused", "prompt tokens", "completion tokens"
+        found = dict.fromkeys(names, 0.0)
         for each in (sample for metric in self.registry.collect() for sample in metric.samples):
             match each.name, each.labels:
                 case "nemorl_open_requests", _:
@@ -132,9 +128,8 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self.traffic, self._sessions = Traffic(), dict[str, Session]()
-        self._waiting = Waiting[asyncio.Task[list[Sampled]]]()
-        """Clients of each answer: retries wait for the same."""
-        self._busy = Waiting[Session]()
+        self._waiting, self._busy = Waiting[asyncio.Task[list[Sampled]]](), Waiting[Session]()
+        """Clients of each answer (retries wait for the same), and of each session."""
         self._log = Path(self.audit or os.devnull).open("a", buffering=1)  # noqa: SIM115
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.socket(family, proto=socket.IPPROTO_TCP)
@@ -143,10 +138,8 @@ class Endpoint:
             listener.bind((self.host, self.port))
         except OSError as error:
             listener.close()
-            raise ValueError(
-                f"host and port must be free, but {self.host}:{self.port} is not ({error}): choose"
-                " others (--port)"
-            ) from error
+            must = f"host and port must be free, but {self.host}:{self.port} is not ({error})"
+            raise ValueError(f"{must}: choose others (--port)") from error
         self.port = listener.getsockname()[1]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = max(soft, min(hard, FILES)) if hard > 0 else FILES
@@ -241,31 +234,37 @@ class Endpoint:
         return app
 
     async def _handle(self, dialect: Dialect, role: Role, work: Any, request: Request) -> Response:
-        began, response = time.monotonic(), Response(status_code=499)
+        began, refused, response = time.monotonic(), None, Response(status_code=499)
         note = request.state.note = {"key": None, "prompt_tokens": 0, "completion_tokens": 0}
         self.traffic.open.inc()
         try:
             response = await work(self._session(request, role), request)
         except Refused as error:
-            response = JSONResponse(dialect.failure(error), error.status)
+            refused = error
         except ClientDisconnect:
             pass
         except asyncio.CancelledError:
-            response = JSONResponse(dialect.failure(Refused("it has ended", status=503)), 503)
+            refused = Refused("it has ended", status=503)
         except Exception as error:
-            ended = Refused(f"the policy could not answer: {error!r}", status=500)
-            response = JSONResponse(dialect.failure(ended), 500)
-        finally:
-            self.traffic.open.dec()
-            seconds, status = time.monotonic() - began, response.status_code
-            path = request.scope["route"].path
-            self.traffic.requests.labels(path, str(status)).inc()
-            self.traffic.seconds.observe(seconds)
-            for kind in ("prompt", "completion"):
-                self.traffic.tokens.labels(kind).inc(note[f"{kind}_tokens"])
-            at, client = datetime.now(UTC).isoformat(), request.client and request.client.host
-            what = {"path": path, "status": status, "seconds": round(seconds, 4)}
-            self._log.write(json.dumps({"time": at, "client": client, **what, **note}) + "\n")
+            refused = Refused(f"the policy could not answer: {error!r}", status=500)
+        if refused:
+            response = JSONResponse(dialect.failure(refused), refused.status)
+        self.traffic.open.dec()
+        seconds, status = time.monotonic() - began, response.status_code
+        path = request.scope["route"].path
+        self.traffic.requests.labels(path, str(status)).inc()
+        self.traffic.seconds.observe(seconds)
+        for kind in ("prompt", "completion"):
+            self.traffic.tokens.labels(kind).inc(note[f"{kind}_tokens"])
+        line = {
+            "time": datetime.now(UTC).isoformat(),
+            "client": request.client and request.client.host,
+            "path": path,
+            "status": status,
+            "seconds": round(seconds, 4),
+            **note,
+        }
+        self._log.write(json.dumps(line) + "\n")
         return response
 
     def _session(self, request: Request, role: Role) -> Session | None:
@@ -303,7 +302,7 @@ class Endpoint:
         self, session: Session, ask: Ask, request: Request, raw: bytes
     ) -> list[Sampled]:
         """Return the answers to a request, or of the one of which it is a retry."""
-        named = request.headers.get("idempotency-key", "")
+        named = request.headers.get("idempotency-key")
         again = named or request.headers.get("x-stainless-retry-count", "0") != "0"
         key = request.url.path, named or hashlib.sha256(raw).hexdigest()
         task = session.asked.get(key) if again else None
@@ -359,18 +358,18 @@ async def _no_route(request: Request, error: Any) -> Response:
 
 async def _read(request: Request) -> bytes:
     """Return a request's body. Raises: Refused for one that is too large or too slow."""
-    found, must = bytearray(), f"the body must be at most {MOST_BYTES >> 20} MB"
+    found, size = bytearray(), int(request.headers.get("content-length", 0))
+    parts = request.stream()
     try:
         async with asyncio.timeout(SILENT_S):
-            if int(request.headers.get("content-length", 0)) > MOST_BYTES:
-                raise Refused(f"{must}: send less", status=413)
-            async for part in request.stream():
+            while size <= MOST_BYTES and (part := await anext(parts)):
                 found += part
-                if len(found) > MOST_BYTES:
-                    raise Refused(f"{must}: send less", status=413)
+                size = max(size, len(found))
     except TimeoutError:
         must = f"the body must come within {SILENT_S:g} s"
         raise Refused(f"{must}: send it at once", status=408) from None
+    if size > MOST_BYTES:
+        raise Refused(f"the body must be at most {MOST_BYTES >> 20} MB: send less", status=413)
     return bytes(found)
 
 
@@ -380,12 +379,12 @@ def _asked(dialect: Dialect, session: Session, raw: bytes) -> tuple[Any, Ask]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "the body"
-        why = f"is wrong: {first['msg']}, but is {short(first['input'])}"
-        if first["type"] in ("extra_forbidden", "missing"):
-            unknown = first["type"] == "extra_forbidden"
-            why = (
-                "is not a field of this request: leave it out" if unknown else "is missing: give it"
-            )
+        whys = {
+            "extra_forbidden": "is not a field of this request: leave it out",
+            "missing": "is missing: give it",
+        }
+        wrong = f"is wrong: {first['msg']}, but is {short(first['input'])}"
+        why = whys.get(first["type"], wrong)
         raise Refused(f"{field} {why}", field=field) from None
     if body.model != session.model:
         must = f"model must be {session.model!r}, but is {body.model[:200]!r}"
@@ -401,4 +400,4 @@ async def _gone(request: Request) -> None:
 def _sse(event: Event) -> str:
     name, data = event
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+    return f"event: {name}\n" * bool(name) + f"data: {text}\n\n"

@@ -1,7 +1,7 @@
 """Anthropic's messages."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt
@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field, PositiveInt
 from nemorl.data.templates import Message
 from nemorl.runtime.serve import chat, wire
 
-Part = dict[str, Any]
 NOTHING = {"type": "text", "text": ""}
 BILLING = "x-anthropic-billing-header"
 """Begins a text of Claude Code's that differs in each request: with it none continues another."""
@@ -26,14 +25,14 @@ KINDS = {
 
 class Said(BaseModel):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Part]
+    content: str | list[wire.Json]
 
 
 class Tool(BaseModel):
     type: Literal["custom"] = "custom"
     name: str
     description: str = ""
-    input_schema: Part
+    input_schema: wire.Json
 
 
 class Choice(BaseModel):
@@ -54,7 +53,7 @@ class MessagesBody(wire.Body):
 
     messages: list[Said]
     max_tokens: PositiveInt | None = None
-    system: str | list[Part] = ""
+    system: str | list[wire.Json] = ""
     tools: tuple[Tool, ...] = Field(default=(), max_length=wire.MOST_TOOLS)
     tool_choice: Choice = Choice()
     stop_sequences: tuple[str, ...] = ()
@@ -66,7 +65,7 @@ class MessagesBody(wire.Body):
     service_tier: Any = None
 
 
-def read(body: MessagesBody, earlier: Mapping[str, Sequence[Message]]) -> wire.Ask:
+def read(body: MessagesBody, earlier: wire.Earlier) -> wire.Ask:
     """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
     schema = "input_schema"
     tools = [wire.tool(dict(each), f"tools.{i}", schema) for i, each in enumerate(body.tools)]
@@ -82,7 +81,7 @@ def read(body: MessagesBody, earlier: Mapping[str, Sequence[Message]]) -> wire.A
     )
 
 
-def _said(role: str, content: str | list[Part], place: str) -> list[Message]:
+def _said(role: str, content: str | list[wire.Json], place: str) -> list[Message]:
     """Return a message as `Policy.chat` takes it, after the results of tools in it."""
     texts, calls, results = [], [], []
     parts = content if isinstance(content, list) else [{**NOTHING, "text": content}]
@@ -100,11 +99,11 @@ def _said(role: str, content: str | list[Part], place: str) -> list[Message]:
     return results if results and not made["content"] else [*results, made]
 
 
-def reply(body: MessagesBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> dict[str, Any]:
+def reply(body: MessagesBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> wire.Json:
     """Return an answer as a message."""
     [answer] = answers
     functions = [(call["id"], call["function"]) for call in answer.calls]
-    parts: list[Part] = [
+    parts: list[wire.Json] = [
         {"type": "tool_use", "id": id, "name": function["name"], "input": function["arguments"]}
         for id, function in functions
     ]
@@ -123,7 +122,7 @@ def reply(body: MessagesBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) ->
     }
 
 
-def events(body: MessagesBody, found: dict[str, Any]) -> Iterator[wire.Event]:
+def events(body: MessagesBody, found: wire.Json) -> Iterator[wire.Event]:
     """Yield a finished answer as the events of its blocks."""
     ends = {name: found[name] for name in ("stop_reason", "stop_sequence")}
     yield _event("message_start", message={**found, **dict.fromkeys(ends), "content": []})
@@ -145,7 +144,7 @@ def _event(name: str, **data: Any) -> wire.Event:
     return name, {"type": name, **data}
 
 
-def failure(error: wire.Refused) -> dict[str, Any]:
+def failure(error: wire.Refused) -> wire.Json:
     """Return an error as Anthropic's clients read it."""
     usual = "api_error" if error.status >= 500 else "invalid_request_error"
     text, field = str(error), error.field or ""

@@ -1,7 +1,7 @@
 """OpenAI's responses."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import PositiveInt
@@ -17,14 +17,14 @@ NOTES = "type", "id", "status", "phase"
 class ResponsesBody(chat.Shared):
     """Fields of /v1/responses; those from client_metadata on change nothing."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[wire.Json]
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: PositiveInt | None = None
     include: list[str] | None = None
     """Log-probabilities; all else is of items that aren't made."""
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    text: wire.Json | None = None
+    reasoning: wire.Json | None = None
     truncation: Literal["disabled"] | None = None
     client_metadata: Any = None
     safety_identifier: Any = None
@@ -32,7 +32,7 @@ class ResponsesBody(chat.Shared):
     prompt_cache_retention: Any = None
 
 
-def read(body: ResponsesBody, earlier: Mapping[str, Sequence[Message]]) -> wire.Ask:
+def read(body: ResponsesBody, earlier: wire.Earlier) -> wire.Ask:
     """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
     text, thought = body.text or {}, body.reasoning or {}
     chat.check_output(text.get("format"), "text.format")
@@ -55,7 +55,7 @@ def read(body: ResponsesBody, earlier: Mapping[str, Sequence[Message]]) -> wire.
     )
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _messages(items: Sequence[wire.Json]) -> list[Message]:
     """Return items as messages: text and the calls after it are one, as they were sampled."""
     made = list[Message]()
     for i, item in enumerate(items):
@@ -78,7 +78,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     return made
 
 
-def reply(body: ResponsesBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> dict[str, Any]:
+def reply(body: ResponsesBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> wire.Json:
     """Return an answer as a response."""
     [answer] = answers
     cut = {"reason": "max_output_tokens"} if answer.finish == "length" else None
@@ -121,14 +121,14 @@ def reply(body: ResponsesBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -
     }
 
 
-def events(body: ResponsesBody, found: dict[str, Any]) -> Iterator[wire.Event]:
+def events(body: ResponsesBody, found: wire.Json) -> Iterator[wire.Event]:
     """Yield a finished answer as the events of a response."""
     for number, (kind, data) in enumerate(_steps(found)):
         name = f"response.{kind}"
         yield name, {"type": name, "sequence_number": number, **data}
 
 
-def _steps(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _steps(found: wire.Json) -> Iterator[tuple[str, wire.Json]]:
     begun = {"status": "in_progress"}
     nothing = dict.fromkeys(("usage", "incomplete_details"))
     for kind in ("created", "in_progress"):

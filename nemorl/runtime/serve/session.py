@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
@@ -46,6 +45,7 @@ class Unrecorded:
         """Do nothing."""
 
 
+@dataclass(eq=False)
 class Session:
     """Answers the requests of one client by a policy, on the event loop that made it.
 
@@ -53,34 +53,29 @@ class Session:
     that the prompt goes on with their tokens; what it has changed is rendered anew.
     """
 
-    def __init__(
-        self,
-        policy: RecordingPolicy | Unrecorded,
-        tokenizer: Any,
-        *,
-        model: str = "policy",
-        longest: int | None = None,
-        free: bool = False,
-        max_turns: int | None = None,
-        most: int = sys.maxsize,
-    ) -> None:
-        """free: whether requests may change how tokens are sampled, as nobody trains on them.
+    policy: RecordingPolicy | Unrecorded
+    tokenizer: Any
+    _: KW_ONLY
+    model: str = "policy"
+    longest: int | None = None
+    free: bool = False
+    """Requests may change how tokens are sampled, as nobody trains on them."""
+    max_turns: int | None = None
+    most: int = sys.maxsize
+    """Answers that are remembered."""
 
-        most: answers that are remembered.
-        """
-        self.policy, self.model, self.free, self.max_turns = policy, model, free, max_turns
-        self.longest, self.cut = longest, False
+    def __post_init__(self) -> None:
+        self.cut = False
         """Whether a request was refused, because the conversation has had all its turns."""
         self.asked: dict[Any, asyncio.Task[list[Sampled]]] = {}
         """The latest requests, on the server's loop."""
         self.earlier: dict[str, Sequence[Message]] = {}
-        """The messages up to and with an answer, by its id."""
-        self._loop, self._here, self._most = asyncio.get_running_loop(), copy_context(), most
-        self._context = Context(tokenizer=tokenizer, messages=(), prompt=(), most=most)
+        self._loop, self._here, self._turns = asyncio.get_running_loop(), copy_context(), 0
+        self._context = Context(self.tokenizer, messages=(), prompt=(), most=self.most)
         self._said: dict[str, Message] = {}
-        self._open: dict[Any, asyncio.Task[Any]] = {}
-        """What runs here, by the server's task that waits for it."""
-        self._turns = 0
+        """The policy's own message for each answer as a client may write it."""
+        self._open: dict[Any, Any] = {}
+        """Tasks of this loop, by the server's task that waits for each."""
 
     async def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return the result of a coroutine on the session's loop, from any other."""
@@ -93,9 +88,7 @@ class Session:
         return await asyncio.wrap_future(found)
 
     async def _kept(self, asker: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        self._open[asker] = task
+        self._open[asker] = asyncio.current_task()
         try:
             return await work()
         finally:
@@ -109,7 +102,7 @@ class Session:
     async def answer(self, ask: Ask) -> list[Sampled]:
         """Return `ask.n` answers. Raises: Refused."""
         (prompt, asked), change = self._prompt(ask), self._change(ask)
-        tokens, size = (*prompt, *ask.stop_token_ids), len(self._context.tokenizer)
+        tokens, size = (*prompt, *ask.stop_token_ids), len(self.tokenizer)
         # An engine that refuses a prompt would end all conversations.
         fits = len(prompt) > 0 and min(tokens) >= 0 and max(tokens) < size
         demand(fits, "the prompt", f"must be token ids below {size}", "use this model's tokenizer")
@@ -118,11 +111,9 @@ class Session:
             self.cut = True
             most = f"the conversation has had its {self.max_turns} answers (rollout.max_turns)"
             raise Refused(f"{most}: end it", code="max_turns")
-        stop: tuple[str | int, ...] = (*ask.stop, *ask.stop_token_ids)
-        tasks = [
-            asyncio.ensure_future(self.policy.sample(prompt, stop=stop, change=change))
-            for _ in range(ask.n)
-        ]
+        stop = (*ask.stop, *ask.stop_token_ids)
+        samples = (self.policy.sample(prompt, stop=stop, change=change) for _ in range(ask.n))
+        tasks = [*map(asyncio.ensure_future, samples)]
         try:
             found = await asyncio.gather(*tasks)
         except BaseException as error:
@@ -131,9 +122,11 @@ class Session:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._forget([t.result() for t in tasks if not t.cancelled() and not t.exception()])
             if isinstance(error, ContextFull):  # in words that clients look for
-                most = f"This model's maximum context length is {self.longest} tokens"
-                text = f"prompt is too long: {len(prompt)} tokens > {self.longest} maximum. {most}"
-                raise Refused(f"{text}: {error}", code="context_length_exceeded") from error
+                text = (
+                    f"prompt is too long: {len(prompt)} tokens > {self.longest} maximum. This"
+                    f" model's maximum context length is {self.longest} tokens: {error}"
+                )
+                raise Refused(text, code="context_length_exceeded") from error
             if isinstance(error, ValueError):
                 raise Refused(str(error)) from error
             raise
@@ -141,9 +134,14 @@ class Session:
 
     def ask(self, key: Any, task: asyncio.Task[list[Sampled]]) -> None:
         """Remember a request, whose retries get the same answers, unless it fails."""
+
+        def settle(task: asyncio.Task[list[Sampled]]) -> None:
+            if task.cancelled() or task.exception():
+                self.asked.pop(key, None)
+
         self.asked[key] = task
-        task.add_done_callback(partial(self._settle, key))
-        _trim(self.asked, min(self._most, RETRIES))
+        task.add_done_callback(settle)
+        _trim(self.asked, min(self.most, RETRIES))
 
     def abandon(self, key: Any, task: asyncio.Task[list[Sampled]]) -> None:
         """End a request of which nobody waits for the answers, or forget these."""
@@ -162,10 +160,6 @@ class Session:
             found = [each.completion for each in task.result()]
             self._loop.call_soon_threadsafe(self._forget, found)
 
-    def _settle(self, key: Any, task: asyncio.Task[list[Sampled]]) -> None:
-        if task.cancelled() or task.exception():
-            self.asked.pop(key, None)
-
     def _forget(self, completions: Sequence[Completion]) -> None:
         for each in completions:
             self.policy.forget(each)
@@ -177,7 +171,7 @@ class Session:
     def keep(self, id: Any, ask: Ask, answer: Sampled) -> None:
         """Remember an answer, which later requests may name by its id."""
         self.earlier[id] = [*ask.messages[ask.instructed :], answer.message]
-        _trim(self.earlier, self._most)
+        _trim(self.earlier, self.most)
 
     def _prompt(self, ask: Ask) -> tuple[tuple[int, ...], Any]:
         if ask.token_ids:
@@ -187,9 +181,8 @@ class Session:
         try:
             return self._context.prompt_of(self._recorded(ask.messages), ask.tools)
         except (ValueError, TypeError, TemplateError) as error:
-            raise Refused(
-                f"messages do not fit the chat template: {error}", field="messages"
-            ) from error
+            text = f"messages do not fit the chat template: {error}"
+            raise Refused(text, field="messages") from error
 
     def _recorded(self, messages: Sequence[Message]) -> list[Message]:
         found, names = list[Message](), dict[Any, str]()
@@ -223,10 +216,10 @@ class Session:
             stop_string=message.get("stop_string"),
             prompt_tokens=len(prompt),
             completion=completion,
-            tokenizer=self._context.tokenizer,
+            tokenizer=self.tokenizer,
         )
         self._said |= dict.fromkeys(_keys(answer.message), message)
-        _trim(self._said, 2 * self._most)
+        _trim(self._said, 2 * self.most)
         return answer
 
     def _change(self, ask: Ask) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """vLLM's token form: token ids in, token ids out, as training clients of agents' libraries send."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, PositiveInt
@@ -32,7 +32,7 @@ class TokensBody(wire.Body):
     priority: int | None = None
 
 
-def read(body: TokensBody, earlier: Mapping[str, Sequence[Message]]) -> wire.Ask:
+def read(body: TokensBody, earlier: wire.Earlier) -> wire.Ask:
     """Return a request as an Ask. Raises: Refused."""
     asked = body.sampling_params
     wire.demand(not body.stream, "stream", "must be false", "ask for the whole answer")
@@ -46,7 +46,7 @@ def read(body: TokensBody, earlier: Mapping[str, Sequence[Message]]) -> wire.Ask
     )
 
 
-def reply(body: TokensBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> dict[str, Any]:
+def reply(body: TokensBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> wire.Json:
     """Return answers with their token ids, end tokens included."""
     choices = []
     for i, found in enumerate(each.completion for each in answers):

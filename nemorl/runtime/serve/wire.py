@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator
 from nemorl.data.templates import Message
 from nemorl.rollout.generation import Completion
 
+Json = dict[str, Any]
 NAME = re.compile(r"[\w.-]{1,64}")
 MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_TOOLS, MOST_SAMPLES = 256, 128
@@ -53,7 +54,7 @@ class Sampling(BaseModel, extra="forbid"):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Json:
         """Return the fields that are given."""
         return self.model_dump(include={*Sampling.model_fields}, exclude_none=True)
 
@@ -70,19 +71,19 @@ class Ask:
     """A request, whatever its dialect."""
 
     messages: Sequence[Message] = ()
-    """Content is text; a call of a tool has its `id`, and its arguments as a dict."""
+    """Content is text, arguments of calls are dicts."""
     instructed: bool = False
     """Whether the first message is for this request alone, not for those that go on from it."""
     token_ids: Sequence[int] = ()
     """In place of messages."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """{"type": "function", "function": {"name": …, "description": …, "parameters": …}}"""
+    tools: Sequence[Json] = ()
+    """As `tool` makes them."""
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """temperature, top_p, top_k, min_p, seed and penalties, where they were given."""
+    sampling: Json = field(default_factory=dict)
+    """The fields of Sampling that were given."""
 
     def __post_init__(self) -> None:
         demand(bool(self.messages or self.token_ids), "messages", "must not be empty", "add one")
@@ -97,7 +98,7 @@ class Sampled:
     """One answer to a request."""
 
     content: str
-    calls: Sequence[Mapping[str, Any]]
+    calls: Sequence[Json]
     """{"id": …, "type": "function", "function": {"name": …, "arguments": dict}}"""
     stop_string: str | None
     prompt_tokens: int
@@ -116,10 +117,12 @@ class Sampled:
     @property
     def message(self) -> Message:
         """As a client gives it back."""
-        calls = {"tool_calls": list(self.calls)} if self.calls else {}
-        return {"role": "assistant", "content": self.content, **calls}
+        said: Message = {"role": "assistant", "content": self.content}
+        return said | {"tool_calls": [*self.calls]} if self.calls else said
 
 
+Earlier = Mapping[str, Sequence[Message]]
+"""The messages up to and with an answer, by its id."""
 Event = tuple[str | None, Any]
 """A server-sent event: its name, if the dialect gives it one, and its data."""
 
@@ -130,12 +133,11 @@ class Dialect:
 
     path: str
     body: type[Body]
-    read: Callable[[Any, Mapping[str, Sequence[Message]]], Ask]
-    """(body, messages up to earlier answers by their id)"""
-    reply: Callable[[Any, Ask, Sequence[Sampled]], dict[str, Any]]
-    events: Callable[[Any, dict[str, Any]], Iterator[Event]]
+    read: Callable[[Any, Earlier], Ask]
+    reply: Callable[[Any, Ask, Sequence[Sampled]], Json]
+    events: Callable[[Any, Json], Iterator[Event]]
     """(body, reply), of the finished answer."""
-    failure: Callable[[Refused], dict[str, Any]]
+    failure: Callable[[Refused], Json]
 
 
 def new_id(prefix: str) -> str:
@@ -145,20 +147,18 @@ def new_id(prefix: str) -> str:
 
 def text_in(content: Any, field: str) -> str:
     """Return content, or its parts of text, as one text. Raises: Refused for images and others."""
-    if content is None or isinstance(content, str):
+    if isinstance(content, str | None):
         return content or ""
     demand(isinstance(content, list), field, "must be text or a list of parts", "send text")
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        there = kind in TEXT and isinstance(part.get("text"), str)
-        place = f"{field}.{number}"
-        demand(there, place, f"must be text, but is of type {kind!r}", "the model reads text only")
-        texts.append(part["text"])
-    return "".join(texts)
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        must, fits = f"must be text, but is of type {kind!r}", kind in TEXT
+        fits = fits and isinstance(part.get("text"), str)
+        demand(fits, f"{field}.{i}", must, "the model reads text only")
+    return "".join(part["text"] for part in content)
 
 
-def arguments_in(text: Any, field: str) -> dict[str, Any]:
+def arguments_in(text: Any, field: str) -> Json:
     """Return the arguments of a call, written as JSON."""
     try:
         found = json.loads(text or "{}") if isinstance(text, str | None) else text
@@ -169,13 +169,13 @@ def arguments_in(text: Any, field: str) -> dict[str, Any]:
     return found
 
 
-def tool(found: Mapping[str, Any], place: str, schema_in: str = "parameters") -> dict[str, Any]:
+def tool(found: Json, place: str, schema_in: str = "parameters") -> Json:
     """Return a tool as chat templates take it. Raises: Refused for a broken schema."""
     name, description, schema = map(found.get, ("name", "description", schema_in))
-    named = isinstance(name, str) and NAME.fullmatch(name) is not None
+    named = isinstance(name, str) and bool(NAME.fullmatch(name))
     demand(named, f"{place}.name", "must be 1 to 64 letters, digits, _, . or -", "rename it")
-    text = isinstance(description, str | None)
-    demand(text, f"{place}.description", "must be text", "change it")
+    fits = isinstance(description, str | None)
+    demand(fits, f"{place}.description", "must be text", "change it")
     schema = {"type": "object", "properties": {}} if schema is None else schema
     fits = isinstance(schema, dict) and schema.get("type") == "object" and _shallow(schema, DEPTH)
     properties = schema.get("properties", {}) if fits else None

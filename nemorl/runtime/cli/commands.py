@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from rich.console import Console
@@ -201,31 +200,23 @@ def serve(config: ServeConfig) -> None:
     from nemorl.runtime.cli import inference
     from nemorl.runtime.watch.callbacks import signals_raise
 
-    console = Console(stderr=True, highlight=False)
-    with signals_raise(), inference.served(config) as (endpoint, made):
-        url, began, before = endpoint.url, time.monotonic(), (time.monotonic(), 0.0)
-        name = config.name or config.model.path
+    live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
+    with signals_raise(), inference.served(config) as (endpoint, made), live:
+        url, name, before = endpoint.url, config.name or config.model.path, 0.0
         print(f"OPENAI_BASE_URL={url}/v1\nANTHROPIC_BASE_URL={url}")
         for role, key in made.items():
             print(f"OPENAI_API_KEY={key}   # role {role}; it is not shown again")
         print(f"model {name!r}; Ctrl-C ends", flush=True)
         if not made and not config.tls_key and config.host not in ("127.0.0.1", "localhost", "::1"):
             warn("keys and texts go over the network as they are: add --tls-certificate, --tls-key")
-
-        def table() -> Table:
-            nonlocal before
-            now, counted = time.monotonic(), endpoint.traffic.totals()
-            rate = (counted["completion tokens"] - before[1]) / max(now - before[0], 1e-9)
-            if now - before[0] >= 5:
-                before = now, counted["completion tokens"]
-            found = _table(*counted, "tokens/s", "minutes", box=None)
-            found.add_row(
-                *(f"{v:g}" for v in counted.values()), f"{rate:.0f}", f"{(now - began) / 60:.1f}"
-            )
-            return found
-
-        with Live(console=console, get_renderable=table, refresh_per_second=2, transient=True):
-            Event().wait()
+        for seconds in range(0, sys.maxsize, 2):
+            now = endpoint.traffic.totals()
+            rate, before = (now["completion tokens"] - before) / 2, now["completion tokens"]
+            table = _table(*now, "tokens/s", "minutes", box=None)
+            cells = (f"{each:.0f}" for each in (*now.values(), rate))
+            table.add_row(*cells, f"{seconds / 60:.1f}")
+            live.update(table, refresh=True)
+            time.sleep(2)
 
 
 def export(config: ExportConfig) -> None:

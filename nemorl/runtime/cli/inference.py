@@ -376,10 +376,11 @@ def served(config: ServeConfig) -> Iterator[tuple["Endpoint", dict[str, str]]]:
         params, longest = config.generation.sampling_params(), prompts.limits.max_tokens
         policy = Unrecorded(generator=generator, params=params, longest=longest)
 
+        model = config.name or config.model.path
+
         async def session() -> Session:
-            name = config.name or config.model.path
             return Session(
-                policy, prompts.tokenizer, model=name, longest=longest, free=True, most=KEPT
+                policy, prompts.tokenizer, model=model, longest=longest, free=True, most=KEPT
             )
 
         for name, (key, role) in named.items():

@@ -308,9 +308,8 @@ class ServeConfig(LoadedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            0 <= self.port < 65_536, "port", "must be from 0 to 65535", self.port, "8000 is usual"
-        )
+        fits, must = 0 <= self.port < 65_536, "must be from 0 to 65535"
+        require(fits, "port", must, self.port, "8000 is usual")
         both, must = bool(self.tls_key) == bool(self.tls_certificate), "must be given together"
         require(both, "tls_certificate and tls_key", must, self.tls_key, "give both, or none")
         for name in ("keys", "tls_certificate", "tls_key"):

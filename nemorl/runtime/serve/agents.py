@@ -74,20 +74,17 @@ class Agent:
         from nemorl.runtime.serve.session import Session
 
         limits, tokenizer = cohort.limits, cohort.prompts.tokenizer
-        name = f"agent {self.name!r}"
-        there = getattr(tokenizer, "chat_template", None) is not None
-        require(there, name, "needs a chat template", None, "give one (--model.chat-template)")
+        name, template = f"agent {self.name!r}", getattr(tokenizer, "chat_template", None)
+        must, remedy = "needs a chat template", "give one (--model.chat-template)"
+        require(template is not None, name, must, None, remedy)
+        free = cohort.free if isinstance(self.run, CommandAgent) else nullcontext()
 
         async def episode(row: Mapping[str, Any], policy: Any) -> Outcome:
             policy.call = Call(name, limits.timeout_s)
             session = Session(
                 policy, tokenizer, longest=limits.max_tokens, max_turns=limits.max_turns
             )
-            command = isinstance(self.run, CommandAgent)
-            async with (
-                cohort.free if command else nullcontext(),
-                endpoint().open(session) as (url, key),
-            ):
+            async with free, endpoint().open(session) as (url, key):
                 try:
                     found = await call_limited(
                         policy.call, cohort.free, self.run, row, base_url=url, api_key=key
@@ -144,9 +141,10 @@ class CommandAgent:
         """
         from nemorl.runtime.serve.endpoint import endpoint
 
-        names = {"OPENAI_BASE_URL": base_url, "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1")}
-        keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
         words, file = shlex.split(self.command), tempfile.TemporaryFile
+        keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+        env = {**QUIET, **(AGENT_ENVIRONMENT if self.sandbox else os.environ)}
+        env |= {"OPENAI_BASE_URL": base_url, "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1")}
         place: Any = endpoint().gate() if self.sandbox else nullcontext(())
         with place as gate, file() as out, file() as err:
             process = await asyncio.create_subprocess_exec(
@@ -154,12 +152,7 @@ class CommandAgent:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=out,
                 stderr=err,
-                env={
-                    **QUIET,
-                    **(AGENT_ENVIRONMENT if gate else os.environ),
-                    **names,
-                    **dict.fromkeys(keys, api_key),
-                },
+                env=env | dict.fromkeys(keys, api_key),
                 pass_fds=gate[:1],
                 start_new_session=True,
             )

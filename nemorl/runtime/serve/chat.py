@@ -22,10 +22,10 @@ class Shared(wire.Body):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     top_logprobs: Literal[0] | None = None
-    user: str | None = None
-    metadata: wire.Json | None = None
-    store: bool | None = None
-    service_tier: str | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
 
 
 class ChatBody(Shared):
@@ -113,7 +113,7 @@ def _call(found: Any, place: str) -> wire.Json:
     return {"id": found.get("id"), "type": "function", "function": function}
 
 
-def reply(body: ChatBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> wire.Json:
+def reply(body: ChatBody, answers: Sequence[wire.Sampled]) -> wire.Json:
     """Return answers as a chat.completion."""
     choices = [
         {

@@ -128,8 +128,8 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self.traffic, self._sessions = Traffic(), dict[str, Session]()
-        self._waiting, self._busy = Waiting[asyncio.Task[list[Sampled]]](), Waiting[Session]()
-        """Clients of each answer (retries wait for the same), and of each session."""
+        self._waiting = Waiting[asyncio.Task[list[Sampled]]]()
+        """Clients of each answer: retries wait for the same."""
         self._log = Path(self.audit or os.devnull).open("a", buffering=1)  # noqa: SIM115
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.socket(family, proto=socket.IPPROTO_TCP)
@@ -186,9 +186,8 @@ class Endpoint:
             await asyncio.wrap_future(idle)  # what nobody has seen is taken back
 
     async def _idle(self, session: Session) -> None:
-        while self._busy[session]:
+        while session.busy:
             await asyncio.sleep(0.001)
-        del self._busy[session]
 
     @contextmanager
     def gate(self) -> Iterator[tuple[int, int]]:
@@ -287,7 +286,7 @@ class Endpoint:
         raw = await _read(request)
         body, ask = _asked(dialect, session, raw)
         answers = await self._answers(session, ask, request, raw)
-        found = dialect.reply(body, ask, answers)
+        found = dialect.reply(body, answers)
         if dialect is RESPONSES:
             session.keep(found["id"], ask, answers[0])
         note = request.state.note
@@ -310,7 +309,7 @@ class Endpoint:
             task = asyncio.create_task(session.submit(partial(session.answer, ask)))
             session.ask(key, task)
         self._waiting[task] += 1
-        self._busy[session] += 1
+        session.busy += 1
         gone, lost = asyncio.create_task(_gone(request)), True
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -319,7 +318,7 @@ class Endpoint:
                 return task.result()
             raise ClientDisconnect
         finally:
-            self._busy[session] -= 1
+            session.busy -= 1
             self._waiting[task] -= 1
             if not self._waiting[task]:
                 del self._waiting[task]

@@ -99,16 +99,15 @@ def _said(role: str, content: str | list[wire.Json], place: str) -> list[Message
     return results if results and not made["content"] else [*results, made]
 
 
-def reply(body: MessagesBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> wire.Json:
+def reply(body: MessagesBody, answers: Sequence[wire.Sampled]) -> wire.Json:
     """Return an answer as a message."""
     [answer] = answers
-    functions = [(call["id"], call["function"]) for call in answer.calls]
-    parts: list[wire.Json] = [
-        {"type": "tool_use", "id": id, "name": function["name"], "input": function["arguments"]}
-        for id, function in functions
-    ]
-    if answer.content or not parts:
-        parts.insert(0, {"type": "text", "text": answer.content})
+    parts = list[wire.Json]()
+    if answer.content or not answer.calls:
+        parts.append({"type": "text", "text": answer.content})
+    for call in answer.calls:
+        use = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+        parts.append({**use, "input": call["function"]["arguments"]})
     stop = None if answer.calls else answer.stop_string
     return {
         "id": wire.new_id("msg_"),

@@ -37,9 +37,8 @@ def read(body: ResponsesBody, earlier: wire.Earlier) -> wire.Ask:
     text, thought = body.text or {}, body.reasoning or {}
     chat.check_output(text.get("format"), "text.format")
     fixed = {"reasoning.effort": thought.get("effort"), "text.verbosity": text.get("verbosity")}
-    for field, value in fixed.items():
-        must = f"must be left out, but is {value!r}"
-        wire.demand(value is None, field, must, "ask for it in a message")
+    for field, v in fixed.items():
+        wire.demand(v is None, field, f"must be left out, but is {v!r}", "ask for it in a message")
     id = body.previous_response_id
     must, remedy = f"must be of an answer in this session, but is {id!r}", "send its messages"
     wire.demand(id is None or id in earlier, "previous_response_id", must, remedy)
@@ -47,7 +46,7 @@ def read(body: ResponsesBody, earlier: wire.Earlier) -> wire.Ask:
     wire.demand(bool(body.input), "input", "must not be empty", "add a message")
     new = body.input if isinstance(body.input, list) else [{"role": "user", "content": body.input}]
     return wire.Ask(
-        messages=[*first, *(earlier[id] if id else ()), *_messages(new)],
+        messages=[*first, *earlier.get(id or "", ()), *_messages(new)],
         instructed=bool(first),
         tools=chat.tools_in(body),
         max_tokens=body.max_output_tokens,
@@ -78,27 +77,20 @@ def _messages(items: Sequence[wire.Json]) -> list[Message]:
     return made
 
 
-def reply(body: ResponsesBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> wire.Json:
+def reply(body: ResponsesBody, answers: Sequence[wire.Sampled]) -> wire.Json:
     """Return an answer as a response."""
     [answer] = answers
     cut = {"reason": "max_output_tokens"} if answer.finish == "length" else None
-    status = "incomplete" if cut else "completed"
-    output = [
-        {
-            "type": "function_call",
-            "id": wire.new_id("fc_"),
-            "call_id": call["id"],
-            "name": call["function"]["name"],
-            "arguments": chat.written(call),
-            "status": "completed",
-        }
-        for call in answer.calls
-    ]
-    if answer.content or not output:
+    status, output = "incomplete" if cut else "completed", list[wire.Json]()
+    if answer.content or not answer.calls:
         likely = chat.logprobs(answer) if LOGPROBS in (body.include or ()) else []
         part = {"type": "output_text", "text": answer.content, "annotations": []}
         said = {"type": "message", "id": wire.new_id("msg_"), "role": "assistant", "status": status}
-        output.insert(0, {**said, "content": [{**part, "logprobs": likely}]})
+        output.append({**said, "content": [{**part, "logprobs": likely}]})
+    for call in answer.calls:
+        made = {"type": "function_call", "id": wire.new_id("fc_"), "call_id": call["id"]}
+        made |= {"name": call["function"]["name"], "arguments": chat.written(call)}
+        output.append({**made, "status": "completed"})
     return {
         **body.model_dump(exclude={"input", "stream", "include", "client_metadata"}),
         "id": wire.new_id("resp_"),

@@ -71,6 +71,8 @@ class Session:
         """The latest requests, on the server's loop."""
         self.earlier: dict[str, Sequence[Message]] = {}
         self._loop, self._here, self._turns = asyncio.get_running_loop(), copy_context(), 0
+        self.busy = 0
+        """Clients that wait for an answer, on the server's loop."""
         self._context = Context(self.tokenizer, messages=(), prompt=(), most=self.most)
         self._said: dict[str, Message] = {}
         """The policy's own message for each answer as a client may write it."""
@@ -111,7 +113,7 @@ class Session:
             self.cut = True
             most = f"the conversation has had its {self.max_turns} answers (rollout.max_turns)"
             raise Refused(f"{most}: end it", code="max_turns")
-        stop = (*ask.stop, *ask.stop_token_ids)
+        stop: tuple[str | int, ...] = (*ask.stop, *ask.stop_token_ids)
         samples = (self.policy.sample(prompt, stop=stop, change=change) for _ in range(ask.n))
         tasks = [*map(asyncio.ensure_future, samples)]
         try:
@@ -119,8 +121,8 @@ class Session:
         except BaseException as error:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._forget([t.result() for t in tasks if not t.cancelled() and not t.exception()])
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            self._forget([each for each in ends if isinstance(each, Completion)])
             if isinstance(error, ContextFull):  # in words that clients look for
                 text = (
                     f"prompt is too long: {len(prompt)} tokens > {self.longest} maximum. This"

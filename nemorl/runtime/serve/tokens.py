@@ -5,7 +5,6 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
-from nemorl.data.templates import Message
 from nemorl.runtime.serve import wire
 from nemorl.runtime.serve.chat import failure
 
@@ -19,7 +18,7 @@ class Params(wire.Sampling):
     max_tokens: PositiveInt | None = None
     logprobs: int | None = Field(default=None, le=1)
     skip_special_tokens: bool = False
-    routed_experts_prompt_start: int | None = None
+    routed_experts_prompt_start: Any = None
 
 
 class TokensBody(wire.Body):
@@ -28,8 +27,8 @@ class TokensBody(wire.Body):
     token_ids: list[int] = Field(min_length=1)
     sampling_params: Params = Params()
     request_id: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
+    cache_salt: Any = None
+    priority: Any = None
 
 
 def read(body: TokensBody, earlier: wire.Earlier) -> wire.Ask:
@@ -46,7 +45,7 @@ def read(body: TokensBody, earlier: wire.Earlier) -> wire.Ask:
     )
 
 
-def reply(body: TokensBody, ask: wire.Ask, answers: Sequence[wire.Sampled]) -> wire.Json:
+def reply(body: TokensBody, answers: Sequence[wire.Sampled]) -> wire.Json:
     """Return answers with their token ids, end tokens included."""
     choices = []
     for i, found in enumerate(each.completion for each in answers):

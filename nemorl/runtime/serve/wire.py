@@ -4,7 +4,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator
@@ -25,14 +25,15 @@ Stops = Annotated[
 """A stop string, several, or none."""
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """A request that gets an HTTP error, whose message names the field and the remedy."""
 
-    def __init__(
-        self, message: str, *, field: str | None = None, status: int = 400, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.field, self.status, self.code = field, status, code
+    message: str
+    _: KW_ONLY
+    field: str | None = None
+    status: int = 400
+    code: str | None = None
 
 
 def demand(fits: bool, field: str, requirement: str, remedy: str) -> None:
@@ -71,7 +72,7 @@ class Ask:
     """A request, whatever its dialect."""
 
     messages: Sequence[Message] = ()
-    """Content is text, arguments of calls are dicts."""
+    """Content is text; calls have an `id`, and arguments as a dict."""
     instructed: bool = False
     """Whether the first message is for this request alone, not for those that go on from it."""
     token_ids: Sequence[int] = ()
@@ -99,7 +100,7 @@ class Sampled:
 
     content: str
     calls: Sequence[Json]
-    """{"id": …, "type": "function", "function": {"name": …, "arguments": dict}}"""
+    """As in Ask.messages."""
     stop_string: str | None
     prompt_tokens: int
     completion: Completion
@@ -117,7 +118,7 @@ class Sampled:
     @property
     def message(self) -> Message:
         """As a client gives it back."""
-        said: Message = {"role": "assistant", "content": self.content}
+        said: Json = {"role": "assistant", "content": self.content}
         return said | {"tool_calls": [*self.calls]} if self.calls else said
 
 
@@ -134,9 +135,9 @@ class Dialect:
     path: str
     body: type[Body]
     read: Callable[[Any, Earlier], Ask]
-    reply: Callable[[Any, Ask, Sequence[Sampled]], Json]
+    reply: Callable[[Any, Sequence[Sampled]], Json]
     events: Callable[[Any, Json], Iterator[Event]]
-    """(body, reply), of the finished answer."""
+    """(body, reply)"""
     failure: Callable[[Refused], Json]
 
 

@@ -51,7 +51,7 @@ async def streamed(status, content, kind="text/event-stream"):
     ],
 )
 def test_the_client_reads_what_was_sampled_and_gives_it_back(said, reason):
-    found = MESSAGES.reply(body(), read(), [said])
+    found = MESSAGES.reply(body(), [said])
     parsed = anthropic.types.Message.model_validate(found)
     stop = {"stop_sequence": "END"}.get(reason)
     assert (parsed.stop_reason, parsed.stop_sequence) == (reason, stop)

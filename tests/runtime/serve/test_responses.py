@@ -54,8 +54,8 @@ SAID = [
 
 @pytest.mark.parametrize("said", SAID)
 def test_the_client_reads_an_answer_at_once_and_streamed_and_gives_it_back(said):
-    body, asked = ask(tools=[TOOL], include=["message.output_text.logprobs"])
-    found = RESPONSES.reply(body, asked, [said])
+    body, _ = ask(tools=[TOOL], include=["message.output_text.logprobs"])
+    found = RESPONSES.reply(body, [said])
     events = list(RESPONSES.events(body, found))
     lines = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
 

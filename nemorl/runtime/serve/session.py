@@ -139,7 +139,7 @@ class Session:
 
         def settle(task: asyncio.Task[list[Sampled]]) -> None:
             if task.cancelled() or task.exception():
-                self.asked.pop(key, None)
+                self._drop(key, task)
 
         self.asked[key] = task
         task.add_done_callback(settle)
@@ -147,10 +147,14 @@ class Session:
 
     def abandon(self, key: Any, task: asyncio.Task[list[Sampled]]) -> None:
         """End a request of which nobody waits for the answers, or forget these."""
-        self.asked.pop(key, None)
+        self._drop(key, task)
         task.add_done_callback(self._take_back)
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._cancel, task)
+
+    def _drop(self, key: Any, task: asyncio.Task[list[Sampled]]) -> None:
+        if self.asked.get(key) is task:  # not a later request that is equal
+            del self.asked[key]
 
     def _cancel(self, asker: Any) -> None:
         if task := self._open.get(asker):

@@ -372,6 +372,7 @@ def served(config: ServeConfig) -> Iterator[tuple["Endpoint", dict[str, str]]]:
         closing(endpoint),
         _loaded(config, ()) as (prompts, generator),
         closing(EventLoop("nemorl-policy")) as loop,
+        closing(endpoint),  # first, while the policy still answers
     ):
         params, longest = config.generation.sampling_params(), prompts.limits.max_tokens
         policy = Unrecorded(generator=generator, params=params, longest=longest)
@@ -386,10 +387,7 @@ def served(config: ServeConfig) -> Iterator[tuple["Endpoint", dict[str, str]]]:
         for name, (key, role) in named.items():
             own = loop.run(session()) if role == "chat" else None
             endpoint.keys[key] = Key(name=name, role=role, session=own)
-        try:
-            yield endpoint, made
-        finally:
-            endpoint.close()
+        yield endpoint, made
 
 
 def export(run: str | Path, output: str | Path, **overrides: Any) -> Path:

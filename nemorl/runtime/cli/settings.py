@@ -327,9 +327,8 @@ class ServeConfig(LoadedConfig):
             key, role = str(parts.get("key") or ""), parts.get("role")
             fits = len(key) >= 16 and role in ("chat", "read") and len(parts) == 2
             must = "must have a key of at least 16 characters, and a role, chat or read"
-            require(
-                fits, f"keys: {name}", must, [*parts], f"write '{name}: {{key: …, role: chat}}'"
-            )
+            remedy = f"write '{name}: {{key: …, role: chat}}'"
+            require(fits, f"keys: {name}", must, [*parts], remedy)
             found[name] = key, role
         distinct = len({key for key, _ in found.values()}) == len(found) > 0
         require(distinct, "keys", "must be different keys, one or more", [*found], "write others")

@@ -134,10 +134,9 @@ class CommandAgent:
         return self.command
 
     async def __call__(self, row: Mapping[str, Any], base_url: str, api_key: str) -> float:
-        """Run the command with the row on its standard input; return the number in the last line
-        that it prints.
+        """Run the command with the row on its standard input; return the last line that it prints.
 
-        Raises: ConversationFailed where it fails, or prints none.
+        Raises: ConversationFailed where it fails, or prints no number.
         """
         from nemorl.runtime.serve.endpoint import endpoint
 
@@ -176,8 +175,8 @@ def _end_of(file: Any) -> str:
 
 
 def led_by(environment: Any, rollout: RolloutConfig) -> Any:
-    """Return the given environment, or that of settings, with agents in place of functions that
-    take `base_url` and `api_key`, and of `rollout.agent`.
+    """Return the given environment, or the settings', with agents made of its functions that take
+    `base_url` and `api_key`.
     """
     if rollout.agent is not None:
         alone, must = environment is None, "must be left out beside rollout.agent"

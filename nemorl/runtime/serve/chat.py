@@ -42,7 +42,7 @@ class ChatBody(Shared):
 
 
 def read(body: ChatBody, earlier: wire.Earlier) -> wire.Ask:
-    """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
+    """Return a request as an Ask. Raises: Refused."""
     check_output(body.response_format, "response_format")
     return wire.Ask(
         messages=[message(each, f"messages.{i}") for i, each in enumerate(body.messages)],
@@ -62,7 +62,7 @@ def check_output(form: Any, field: str) -> None:
 
 
 def tools_in(body: Shared) -> Sequence[wire.Json]:
-    """Return the tools that the model is shown. Raises: Refused for what can't be obeyed."""
+    """Return the tools that the model is shown. Raises: Refused."""
     one, must = "parallel_tool_calls", "must be true: the model calls as many tools as it likes"
     wire.demand(body.parallel_tool_calls is not False or not body.tools, one, must, "leave it out")
     tools = []
@@ -75,13 +75,13 @@ def tools_in(body: Shared) -> Sequence[wire.Json]:
 
 
 def chosen(choice: Any, tools: Sequence[wire.Json]) -> Sequence[wire.Json]:
-    """Return the tools that the model is shown. "required" is as "auto", because forcing a call
-    would change the policy.
+    """Return the tools that a choice leaves. "required" is as "auto": a forced call would change
+    the policy.
     """
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    known = kind in ("auto", "none", "required", "any", None)
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    fits = kind in ("auto", "none", "required", "any", None)
     must = f"must be auto, none or required, but is {choice!r}"
-    wire.demand(known, "tool_choice", must, "offer the one tool alone")
+    wire.demand(fits, "tool_choice", must, "offer the one tool alone")
     return () if kind == "none" else tools
 
 
@@ -108,7 +108,13 @@ def _call(found: Any, place: str) -> wire.Json:
     function: Any = found.get("function") if isinstance(found, Mapping) else None
     named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
     wire.demand(named, place, "must have a function's name", "name it")
-    arguments = wire.arguments_in(function.get("arguments"), f"{place}.function.arguments")
+    arguments, field = function.get("arguments"), f"{place}.function.arguments"
+    try:
+        if isinstance(arguments, str | None):
+            arguments = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        wire.demand(False, field, f"must be JSON, but is not ({error})", "correct it")
+    wire.demand(isinstance(arguments, dict), field, "must be a JSON object", "name the arguments")
     function = {"name": function["name"], "arguments": arguments}
     return {"id": found.get("id"), "type": "function", "function": function}
 
@@ -137,12 +143,13 @@ def reply(body: ChatBody, answers: Sequence[wire.Sampled]) -> wire.Json:
 
 
 def _message(answer: wire.Sampled) -> wire.Json:
+    if not answer.calls:
+        return answer.message
     calls = [
         {**call, "function": {**call["function"], "arguments": written(call)}}
         for call in answer.calls
     ]
-    content = answer.content or (None if calls else "")
-    return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+    return {"role": "assistant", "content": answer.content or None, "tool_calls": calls}
 
 
 def written(call: wire.Json) -> str:

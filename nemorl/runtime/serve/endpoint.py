@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,10 @@ SILENT_S = 30.0
 END_S = 10.0
 """Longest wait for open requests, once the server ends."""
 FILES = 65_536
+WHYS = {
+    "extra_forbidden": "is not a field of this request: leave it out",
+    "missing": "is missing: give it",
+}
 Role = Literal["chat", "read"]
 
 
@@ -99,10 +104,10 @@ class Traffic:
         self.seconds = Histogram("nemorl_seconds", "Seconds until an answer", registry=to)
 
     def totals(self) -> dict[str, float]:
-        """Return what people watch: open and answered requests, errors and tokens."""
+        """Return how many requests and tokens there were."""
         names = "open", "answered", "refused", "prompt tokens", "completion tokens"
         found = dict.fromkeys(names, 0.0)
-        for each in (sample for metric in self.registry.collect() for sample in metric.samples):
+        for each in chain.from_iterable(metric.samples for metric in self.registry.collect()):
             match each.name, each.labels:
                 case "nemorl_open_requests", _:
                     found["open"] = each.value
@@ -249,9 +254,8 @@ class Endpoint:
         if refused:
             response = JSONResponse(dialect.failure(refused), refused.status)
         self.traffic.open.dec()
-        seconds, status = time.monotonic() - began, response.status_code
-        path = request.scope["route"].path
-        self.traffic.requests.labels(path, str(status)).inc()
+        seconds, path = time.monotonic() - began, request.scope["route"].path
+        self.traffic.requests.labels(path, str(response.status_code)).inc()
         self.traffic.seconds.observe(seconds)
         for kind in ("prompt", "completion"):
             self.traffic.tokens.labels(kind).inc(note[f"{kind}_tokens"])
@@ -259,7 +263,7 @@ class Endpoint:
             "time": datetime.now(UTC).isoformat(),
             "client": request.client and request.client.host,
             "path": path,
-            "status": status,
+            "status": response.status_code,
             "seconds": round(seconds, 4),
             **note,
         }
@@ -272,8 +276,8 @@ class Endpoint:
         if session := self._sessions.get(given):
             request.state.note["key"] = "session"
             return session
-        same = (key for key in self.keys if secrets.compare_digest(key.encode(), given.encode()))
-        found = self.keys.get(next(same, ""))
+        known = (key for key in self.keys if secrets.compare_digest(key.encode(), given.encode()))
+        found = self.keys.get(next(known, ""))
         if found is None:
             must = "the key must be that of an open conversation, or one that the server knows"
             raise Refused(f"{must}: it is wrong, or its conversation is over", status=401)
@@ -333,8 +337,8 @@ class Endpoint:
     async def _models(self, session: Session | None, request: Request) -> Response:
         sessions = (session, *(each.session for each in self.keys.values()))
         models = {each.model: each.longest for each in sessions if each}
-        parts = {"object": "model", "created": 0, "owned_by": "nemorl"}
-        cards = [{"id": name, "max_model_len": most, **parts} for name, most in models.items()]
+        made = {"object": "model", "created": 0, "owned_by": "nemorl"}
+        cards = [{"id": id, "max_model_len": most, **made} for id, most in models.items()]
         return JSONResponse({"object": "list", "data": cards})
 
     async def _health(self, request: Request) -> Response:
@@ -378,12 +382,8 @@ def _asked(dialect: Dialect, session: Session, raw: bytes) -> tuple[Any, Ask]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "the body"
-        whys = {
-            "extra_forbidden": "is not a field of this request: leave it out",
-            "missing": "is missing: give it",
-        }
         wrong = f"is wrong: {first['msg']}, but is {short(first['input'])}"
-        why = whys.get(first["type"], wrong)
+        why = WHYS.get(first["type"], wrong)
         raise Refused(f"{field} {why}", field=field) from None
     if body.model != session.model:
         must = f"model must be {session.model!r}, but is {body.model[:200]!r}"

@@ -66,7 +66,7 @@ class MessagesBody(wire.Body):
 
 
 def read(body: MessagesBody, earlier: wire.Earlier) -> wire.Ask:
-    """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
+    """Return a request as an Ask. Raises: Refused."""
     schema = "input_schema"
     tools = [wire.tool(dict(each), f"tools.{i}", schema) for i, each in enumerate(body.tools)]
     said = _said("system", body.system, "system") if body.system else []

@@ -33,7 +33,7 @@ class ResponsesBody(chat.Shared):
 
 
 def read(body: ResponsesBody, earlier: wire.Earlier) -> wire.Ask:
-    """Return a request as an Ask. Raises: Refused for what can't be obeyed."""
+    """Return a request as an Ask. Raises: Refused."""
     text, thought = body.text or {}, body.reasoning or {}
     chat.check_output(text.get("format"), "text.format")
     fixed = {"reasoning.effort": thought.get("effort"), "text.verbosity": text.get("verbosity")}

@@ -1,6 +1,5 @@
 """What the dialects of the endpoint have in common: a request, its answers, and refusals."""
 
-import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,7 +115,7 @@ class Sampled:
         return "tool_calls" if self.calls else self.completion.finish_reason
 
     @property
-    def message(self) -> Message:
+    def message(self) -> Json:
         """As a client gives it back."""
         said: Json = {"role": "assistant", "content": self.content}
         return said | {"tool_calls": [*self.calls]} if self.calls else said
@@ -159,17 +158,6 @@ def text_in(content: Any, field: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def arguments_in(text: Any, field: str) -> Json:
-    """Return the arguments of a call, written as JSON."""
-    try:
-        found = json.loads(text or "{}") if isinstance(text, str | None) else text
-    except (ValueError, RecursionError) as error:
-        must = f"{field} must be JSON, but is not ({error})"
-        raise Refused(f"{must}: correct it", field=field) from None
-    demand(isinstance(found, dict), field, "must be a JSON object", "name the arguments")
-    return found
-
-
 def tool(found: Json, place: str, schema_in: str = "parameters") -> Json:
     """Return a tool as chat templates take it. Raises: Refused for a broken schema."""
     name, description, schema = map(found.get, ("name", "description", schema_in))
@@ -179,8 +167,8 @@ def tool(found: Json, place: str, schema_in: str = "parameters") -> Json:
     demand(fits, f"{place}.description", "must be text", "change it")
     schema = {"type": "object", "properties": {}} if schema is None else schema
     fits = isinstance(schema, dict) and schema.get("type") == "object" and _shallow(schema, DEPTH)
-    properties = schema.get("properties", {}) if fits else None
-    fits = isinstance(properties, dict) and all(isinstance(p, dict) for p in properties.values())
+    inner = schema.get("properties", {}) if fits else None
+    fits = isinstance(inner, dict) and all(isinstance(each, dict) for each in inner.values())
     must = f"must be a JSON schema of an object, at most {DEPTH} deep"
     demand(fits, f"{place}.{schema_in}", must, "give type, properties and required")
     function = {"name": name, "description": description or "", "parameters": schema}

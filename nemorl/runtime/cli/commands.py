@@ -200,8 +200,7 @@ def serve(config: ServeConfig) -> None:
     from nemorl.runtime.cli import inference
     from nemorl.runtime.watch.callbacks import signals_raise
 
-    live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
-    with signals_raise(), inference.served(config) as (endpoint, made), live:
+    with signals_raise(), inference.served(config) as (endpoint, made):
         url, name, before = endpoint.url, config.name or config.model.path, 0.0
         print(f"OPENAI_BASE_URL={url}/v1\nANTHROPIC_BASE_URL={url}")
         for role, key in made.items():
@@ -209,14 +208,15 @@ def serve(config: ServeConfig) -> None:
         print(f"model {name!r}; Ctrl-C ends", flush=True)
         if not made and not config.tls_key and config.host not in ("127.0.0.1", "localhost", "::1"):
             warn("keys and texts go over the network as they are: add --tls-certificate, --tls-key")
-        for seconds in range(0, sys.maxsize, 2):
-            now = endpoint.traffic.totals()
-            rate, before = (now["completion tokens"] - before) / 2, now["completion tokens"]
-            table = _table(*now, "tokens/s", "minutes", box=None)
-            cells = (f"{each:.0f}" for each in (*now.values(), rate))
-            table.add_row(*cells, f"{seconds / 60:.1f}")
-            live.update(table, refresh=True)
-            time.sleep(2)
+        with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+            for seconds in range(0, sys.maxsize, 2):
+                now = endpoint.traffic.totals()
+                rate, before = (now["completion tokens"] - before) / 2, now["completion tokens"]
+                table = _table(*now, "tokens/s", "minutes", box=None)
+                cells = (f"{each:.0f}" for each in (*now.values(), rate))
+                table.add_row(*cells, f"{seconds / 60:.1f}")
+                live.update(table, refresh=True)
+                time.sleep(2)
 
 
 def export(config: ExportConfig) -> None:

@@ -382,8 +382,8 @@ def _asked(dialect: Dialect, session: Session, raw: bytes) -> tuple[Any, Ask]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "the body"
-        wrong = f"is wrong: {first['msg']}, but is {short(first['input'])}"
-        why = WHYS.get(first["type"], wrong)
+        why = WHYS.get(first["type"])
+        why = why or f"is wrong: {first['msg']}, but is {short(first['input'])}"
         raise Refused(f"{field} {why}", field=field) from None
     if body.model != session.model:
         must = f"model must be {session.model!r}, but is {body.model[:200]!r}"

@@ -19,7 +19,8 @@ TEXT = "text", "input_text", "output_text"
 DEPTH = 32
 """Of a tool's schema."""
 Stops = Annotated[
-    tuple[str, ...], BeforeValidator(lambda s: (s,) if isinstance(s, str) else s or ())
+    tuple[str, ...],
+    BeforeValidator(lambda s: (s,) if isinstance(s, str) else () if s is None else s),
 ]
 """A stop string, several, or none."""
 

@@ -47,17 +47,25 @@ class PackedRows(core.PackedSeqParams):
     """A generating pass, whose tokens attend to a cache."""
 
 
-class Norm:
-    """Makes torch's RMSNorm or LayerNorm; a class, as megatron-core does not call functions."""
+class Norm(nn.Module):
+    """x / √(mean x² + eps) · weight of the last dimension; LayerNorm centers x, and has a bias."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float) -> Any:
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        kind = getattr(nn, config.normalization)
-        norm = kind(hidden_size, eps, dtype=config.params_dtype, device=device)
-        for parameter in norm.parameters():
+        ones = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        self.weight, self.eps = nn.Parameter(ones), eps
+        centers = config.normalization == "LayerNorm"
+        self.bias = nn.Parameter(torch.zeros_like(ones)) if centers else None
+        for parameter in self.parameters():
             # Its gradient is of this rank's tokens, and is summed over tp.
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        size = values.shape[-1:]
+        if self.bias is not None:
+            return functional.layer_norm(values, size, self.weight, self.bias, self.eps)
+        return functional.rms_norm(values, size, self.weight, self.eps)
 
 
 class CoreAttention(core.MegatronModule):
@@ -169,7 +177,8 @@ class Stage(core.GPTModel):
             attention.index = index
             if config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]:
                 attention.scale = config.kv_channels**-0.5  # without a factor of cosine and sine
-            if "moe" in world.plan.recompute_modules:
+        if "moe" in world.plan.recompute_modules:
+            for layer in self.decoder.layers:
                 recompute_experts(layer.mlp)
         self.number = number
         self.world, self.padding = world, getattr(hf, "pad_token_id", None)

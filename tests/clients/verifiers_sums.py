@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["verifiers==0.4.0", "uv"]
+# dependencies = ["verifiers==0.4.0", "uv", "pytest<9.1", "pytest-asyncio"]
 # ///
 """Calculate through verifiers: its own program in a subprocess, behind its own server.
 

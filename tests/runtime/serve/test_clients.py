@@ -8,14 +8,17 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemorl.parallel.config import ModelConfig
+from nemorl.rollout.calls import EventLoop
 from nemorl.rollout.collect import collect
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.rollout.context import before_calls
@@ -26,6 +29,8 @@ from nemorl.rollout.wrapped import as_generation_backend
 from nemorl.runtime.cli.inference import served
 from nemorl.runtime.cli.settings import ServeConfig
 from nemorl.runtime.serve.agents import led_by
+from nemorl.runtime.serve.endpoint import Endpoint, Key
+from nemorl.runtime.serve.session import Session, Unrecorded
 from tests.rollout.chats import TOKENIZER, Scripted, call
 from tests.tiny_models import tiny_model
 
@@ -190,3 +195,58 @@ def test_inspect_measures_what_transformers_does(tmp_path):
     answers, accuracy = found.stdout.splitlines()[-2:]
     assert [each.strip() for each in json.loads(answers)] == [each.strip() for each in expected]
     assert float(accuracy) == 8 / 12
+
+
+def obeying(text: str) -> str:
+    """What a model says that does as verifiers' tests tell it."""
+    system, *asked = text.split("<|im_start|>user\n")
+    results = sum(each.startswith("<tool_response>") for each in asked)
+    calls = {
+        "back": (1, {"message": "hello world"}),
+        "bump": (3, {}),
+        "bash": (1, {"command": "printf 'hello world' > answer.txt"}),
+    }
+    for name in re.findall(r'"name": "([\w-]+)"', system):
+        most, arguments = calls.get(name.rpartition("_")[2], (0, {}))
+        if results < most:
+            return call(name, **arguments)
+    return [each for each in asked if not each.startswith("<tool_response>")][-1].split("<|im_end")[
+        0
+    ]
+
+
+@pytest.mark.slow
+def test_verifiers_own_tests_in_subprocesses_pass(tmp_path):
+    python = python_of("verifiers_sums.py")
+    download = [python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
+    fetched = subprocess.run([*download, "-d", tmp_path, "verifiers==0.4.0"], check=False)
+    if fetched.returncode:
+        pytest.skip("verifiers' sources can't be downloaded here")
+    with tarfile.open(tmp_path / "verifiers-0.4.0.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    generator, key = as_generation_backend(Scripted(obeying)), "k" * 20
+    policy = Unrecorded(generator=generator, params=SamplingParams(), longest=50_000)
+    with closing(EventLoop()) as loop, closing(Endpoint()) as endpoint:
+
+        async def session() -> Session:
+            return Session(policy, TOKENIZER, model="openai/gpt-5.6-luna", free=True, most=100)
+
+        endpoint.keys[key] = Key(name="verifiers", role="chat", session=loop.run(session()))
+        others = "docker or podman or apptainer or prime or modal or e2b"
+        chosen = ["-m", f"subprocess and not ({others})", "--deselect"]
+        chosen += ["tests/v1/test_e2e.py::test_shared_tool_isolation"]  # a package not among them
+        env = {**os.environ, "PRIME_API_KEY": key, "PRIME_INFERENCE_URL": f"{endpoint.url}/v1"}
+        env |= {"HOME": str(tmp_path), "PATH": f"{python.parent}:{env['PATH']}", "PYTHONPATH": ""}
+        command = [
+            python,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "tests/v1/test_e2e.py",
+            *chosen,
+        ]
+        found = subprocess.run(
+            command, cwd=tmp_path / "verifiers-0.4.0", env=env, capture_output=True, text=True
+        )
+    assert "5 passed, " in found.stdout and found.returncode == 0, found.stdout[-3000:]

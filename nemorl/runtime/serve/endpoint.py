@@ -71,7 +71,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         self._unread: asyncio.TimerHandle | None = None
 
     def _look(self) -> None:
-        cycle = self.cycle
+        cycle = self.cycle  # the latest request: still the one of the last look?
         if cycle is self._seen and (cycle is None or cycle.response_complete):
             self.transport.close()
             return

@@ -77,7 +77,9 @@ class Session:
         self._said: dict[str, Message] = {}
         """The policy's own message for each answer as a client may write it."""
         self._open: dict[Any, Any] = {}
-        """Tasks of this loop, by the server's task that waits for each."""
+        """Tasks of this loop, by the server's task that waits for each and must learn how it ended:
+        an answer may be recorded while it is being abandoned.
+        """
 
     async def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return the result of a coroutine on the session's loop, from any other."""

@@ -329,8 +329,8 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
 
     curves: list[dict[str, Any]] = []
     order = [*metrics.SECTIONS, "Other"]
-    by_place = lambda n: (order.index(section_of(n)), metrics.placed(n)[1], "/" in n, n)  # noqa: E731
-    for name in sorted(names, key=by_place):
+    place = lambda n: (order.index(section_of(n)), metrics.placed(n)[1], "/" in n, n)  # noqa: E731
+    for name in sorted(names, key=place):
         courses = [metrics.course_of(run.metrics, name) for run in runs]
         metric, trained = metrics.placed(name)[2], [train[1] for train, _ in courses]
         validated = any(steps for _, (steps, _) in courses)

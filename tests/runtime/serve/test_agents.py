@@ -15,6 +15,7 @@ from nemorl.rollout.conversation import Limits, Outcome, Prompts, examples_of, s
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.wrapped import as_generation_backend
 from nemorl.runtime.serve.agents import CommandAgent, agent, led_by
+from nemorl.runtime.serve.session import Session, Unrecorded
 from tests.rollout.chats import TOKENIZER, Scripted, call
 
 ROW = {"prompt": [{"role": "user", "content": "begin"}], "answer": "7"}
@@ -302,3 +303,19 @@ def test_token_ids_are_taken_as_they_are_and_checked():
     assert conversation.outcome == Outcome(reward=1.0)
     (segment,) = segments_of(conversation.turns)
     assert segment.turns[0].prompt == tuple(ids)
+
+
+def test_a_late_end_of_a_request_leaves_an_equal_one_that_came_since():
+    engine = as_generation_backend(Scripted(answering))
+
+    async def asked():
+        session = Session(
+            Unrecorded(generator=engine, params=SamplingParams(), longest=9), TOKENIZER
+        )
+        first, second = (asyncio.ensure_future(asyncio.sleep(0)) for _ in range(2))
+        session.ask("key", first)
+        session.ask("key", second)
+        session.abandon("key", first)
+        return session.asked["key"] is second
+
+    assert asyncio.run(asked())

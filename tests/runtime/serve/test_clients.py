@@ -50,7 +50,7 @@ def python_of(script: str) -> Path:
         install = [python, "-m", "pip", "install", "-q", "--no-cache-dir", *needed]
         result = subprocess.run(install, capture_output=True, text=True)
         if result.returncode:
-            pytest.skip(f"can't be installed here: {result.stderr.splitlines()[-1]}")
+            pytest.skip(f"could not be installed: {result.stderr.splitlines()[-1]}")
         installed.write_text(json.dumps(needed))
     return python
 

@@ -32,6 +32,7 @@ BRIEFLY = {
 }
 """The arguments of a short run, and what its output has to hold."""
 ELSEWHERE = {
+    "agent.py": "tests/runtime/serve/test_clients.py",
     "code_reward.py": "test_code_is_judged",
     "demo.py": "tests/test_demo.py",
     "math_reward.py": "test_mathematics_is_judged",

@@ -31,6 +31,7 @@ from nemorl.runtime.cli.settings import ServeConfig
 from nemorl.runtime.serve.agents import led_by
 from nemorl.runtime.serve.endpoint import Endpoint, Key
 from nemorl.runtime.serve.session import Session, Unrecorded
+from tests.examples import EXAMPLES
 from tests.rollout.chats import TOKENIZER, Scripted, call
 from tests.tiny_models import tiny_model
 
@@ -250,3 +251,23 @@ def test_verifiers_own_tests_in_subprocesses_pass(tmp_path):
             command, cwd=tmp_path / "verifiers-0.4.0", env=env, capture_output=True, text=True
         )
     assert "5 passed, " in found.stdout and found.returncode == 0, found.stdout[-3000:]
+
+
+@pytest.mark.slow
+def test_an_agent_of_others_is_trained(tmp_path):
+    """examples/agent.py, briefly: a small model calls no tool."""
+    size = {"vocab_size": len(TOKENIZER), "eos_token_id": TOKENIZER.eos_token_id}
+    tiny_model("llama", max_position_embeddings=4096, **size).save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    python = python_of("openai_agents.py")
+    (packages,) = (python.parents[1] / "lib").glob("python*/site-packages")
+    script = (
+        "import runpy, sys; sys.path.append(sys.argv.pop(1)); del sys.argv[0]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", script, packages, EXAMPLES / "agent.py", tmp_path / "run"]
+    found = subprocess.run(
+        [*command, "--model", tmp_path / "model", "--steps", "1"], capture_output=True, text=True
+    )
+    assert "held-out accuracy: 0.00 -> 0.00 (seed 0)" in found.stdout, found.stderr[-3000:]
+    assert json.loads((tmp_path / "run" / "held_out.json").read_text()) == [0.0, 0.0]

@@ -222,7 +222,7 @@ def test_verifiers_own_tests_in_subprocesses_pass(tmp_path):
     download = [python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
     fetched = subprocess.run([*download, "-d", tmp_path, "verifiers==0.4.0"], check=False)
     if fetched.returncode:
-        pytest.skip("verifiers' sources can't be downloaded here")
+        pytest.skip("verifiers' sources could not be downloaded")
     with tarfile.open(tmp_path / "verifiers-0.4.0.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
     generator, key = as_generation_backend(Scripted(obeying)), "k" * 20

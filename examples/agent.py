@@ -8,14 +8,15 @@ from pathlib import Path
 
 import nemorl
 import tyro
-from agents import Agent, ModelBehaviorError, OpenAIResponsesModel, Runner, function_tool
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from agents import Agent, ModelBehaviorError, OpenAIResponsesModel, RunConfig, Runner, function_tool
+from openai import AsyncOpenAI
 
 CHATML = """{% if tools %}<|im_start|>system
 Tools: {{ tools | map(attribute='function.name') | join }}<|im_end|>
 {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>
 {% endfor %}<|im_start|>assistant\n{# Calls are <tool_call>JSON</tool_call>. #}"""
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 31, "b": 27}}\n</tool_call>'
+UNTRACED = RunConfig(tracing_disabled=True)  # else OpenAI gets what is said
 SHOWN = {"role": "user", "content": "Multiply 31 by 27."}, {"role": "assistant", "content": CALL}
 
 
@@ -26,12 +27,11 @@ def multiply(a: int, b: int) -> int:
 
 
 async def run(row: dict, base_url: str, api_key: str) -> float:
-    plain = DefaultAsyncHttpxClient(verify=False)  # no certificates: it stays on this machine
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=plain) as client:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         agent = Agent("calculator", model=OpenAIResponsesModel("policy", client), tools=[multiply])
         agent.tool_use_behavior = "stop_on_first_tool"
         try:
-            found = await Runner.run(agent, [*SHOWN, *row["prompt"]])
+            found = await Runner.run(agent, [*SHOWN, *row["prompt"]], run_config=UNTRACED)
         except ModelBehaviorError:  # a call of a tool that there is not
             return 0.0
     return float(str(found.final_output) == row["answer"])

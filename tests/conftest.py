@@ -59,7 +59,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 SLOW_TIMEOUT_S = 1800
 HAS_VLLM = find_spec("vllm") is not None
-collect_ignore_glob = ["runtime/engines/*"] * (not HAS_VLLM) + ["test_emulated_gpu.py"] * ON_CUDA
+collect_ignore_glob = ["clients/*"]  # programs, for packages that are not here
+collect_ignore_glob += ["runtime/engines/*"] * (not HAS_VLLM) + ["test_emulated_gpu.py"] * ON_CUDA
 # Of the packages that only slow tests need (the extra "slow").
 NEEDING = {"mlflow": "test_mlflow.py", "wandb": "test_wandb.py", "bitsandbytes": "test_qlora.py"}
 collect_ignore_glob += [f"*/{file}" for name, file in NEEDING.items() if find_spec(name) is None]

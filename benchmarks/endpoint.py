@@ -83,7 +83,7 @@ def compare(engine: Any, tokenizer: Any, count: int, rounds: int, think: float) 
         async def main() -> None:
             policy = Unrecorded(generator=engine, params=PARAMS, longest=None)
             session = Session(policy, tokenizer, free=True, most=KEPT)
-            with endpoint().open(session) as (_, key):
+            async with endpoint().open(session) as (_, key):
                 await asyncio.gather(*(by_http(each, key) for each in asked))
 
         asyncio.run(main())

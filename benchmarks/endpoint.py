@@ -82,7 +82,7 @@ def compare(engine: Any, tokenizer: Any, count: int, rounds: int, think: float) 
     def served(asked: Any) -> None:
         async def main() -> None:
             policy = Unrecorded(generator=engine, params=PARAMS, longest=None)
-            session = Session(policy, tokenizer, free=True, most=KEPT)
+            session = Session(policy, tokenizer, free=True, most=max(KEPT, 4 * count))
             async with endpoint().open(session) as (_, key):
                 await asyncio.gather(*(by_http(each, key) for each in asked))
 

@@ -61,7 +61,7 @@ from nemorl.runtime.watch.log import waiting_for_engines
 if TYPE_CHECKING:
     from nemorl.runtime.serve.endpoint import Endpoint
 
-KEPT = 256
+KEPT = 1_000
 """Answers that a served model goes on from with their own tokens, of each key."""
 Answers = TypeVar("Answers", bound=AnswerConfig)
 

@@ -157,7 +157,7 @@ class Endpoint:
             lifespan="off",
             log_config=None,
             access_log=False,
-            limit_concurrency=most // 2,
+            limit_concurrency=max(most // 2, most - 512),
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(END_S),
             ssl_certfile=certificate,

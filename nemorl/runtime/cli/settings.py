@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from secrets import token_urlsafe
+from ssl import PROTOCOL_TLS_SERVER, SSLContext
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
@@ -315,6 +316,12 @@ class ServeConfig(LoadedConfig):
         for name in ("keys", "tls_certificate", "tls_key"):
             path = getattr(self, name)
             require(path is None or Path(path).is_file(), name, "must be a file", path, "write it")
+        if self.tls_certificate:
+            try:
+                SSLContext(PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_certificate, self.tls_key)
+            except OSError as error:
+                must = "must be a certificate in PEM, and its key"
+                require(False, "tls_certificate and tls_key", must, str(error), "give others")
 
     def read_keys(self) -> tuple[dict[str, tuple[str, Any]], dict[str, str]]:
         """Return each key and role by its name, and the keys that were made now."""

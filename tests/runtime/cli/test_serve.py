@@ -92,6 +92,7 @@ def test_wrong_keys_are_named_but_not_shown(tmp_path: Path, text, said):
         ({"port": 70_000}, "port must be from 0 to 65535"),
         ({"tls_key": __file__}, "must be given together"),
         ({"keys": "nowhere.yaml"}, "keys must be a file"),
+        ({"tls_certificate": __file__, "tls_key": __file__}, "must be a certificate in PEM"),
     ],
 )
 def test_settings_that_can_not_be(settings, said):

@@ -55,7 +55,7 @@ BOUNDS = {
     "files directly in runtime": 1,
     "longest line": 100,
     "words of tests": 205_300,
-    "words of docs": 37_320,
+    "words of docs": 37_330,
     "pages of docs": 23,
     "words of README": 900,
     "words of CHANGELOG": 600,

@@ -75,7 +75,7 @@ class Agent:
 
         limits, tokenizer = cohort.limits, cohort.prompts.tokenizer
         name, template = f"agent {self.name!r}", getattr(tokenizer, "chat_template", None)
-        must, remedy = "needs a chat template", "give one (--model.chat-template)"
+        must, remedy = "needs a chat template", "add --model.chat-template (passthrough)"
         require(template is not None, name, must, None, remedy)
         free = cohort.free if isinstance(self.run, CommandAgent) else nullcontext()
 

@@ -206,7 +206,7 @@ def serve(config: ServeConfig) -> None:
         for role, key in made.items():
             print(f"OPENAI_API_KEY={key}   # role {role}; it is not shown again")
         print(f"model {name!r}; Ctrl-C ends", flush=True)
-        if not made and not config.tls_key and config.host not in ("127.0.0.1", "localhost", "::1"):
+        if not config.tls_key and config.host not in ("127.0.0.1", "localhost", "::1"):
             warn("keys and texts go over the network as they are: add --tls-certificate, --tls-key")
         with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
             for seconds in range(0, sys.maxsize, 2):

@@ -215,7 +215,7 @@ class Endpoint:
             await server.serve_forever()
 
     def close(self) -> None:
-        """Take no more requests, wait for the open ones, END_S at most, and end."""
+        """End after open requests, END_S at most. May be repeated."""
         self._server.should_exit = True
         self._ended.result()
         self._loop.close()

@@ -19,8 +19,8 @@ from nemorl.rollout.generation import Completion, GenerationBackend, SamplingPar
 from nemorl.runtime.serve.wire import Ask, Refused, Sampled, demand, new_id
 
 T = TypeVar("T")
-OFF: dict[str, Any] = {"repetition_penalty": 1, "top_k": -1}
-"""Values that change nothing, where it is not 0."""
+OFF: dict[str, Any] = {"repetition_penalty": 1, "logit_bias": {}}
+"""What the engine lacks has no effect at 0, or at these."""
 RETRIES = 64
 """Requests of a session whose answers are kept for retries."""
 
@@ -66,7 +66,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.cut = False
-        """Whether a request was refused, because the conversation has had all its turns."""
+        """Whether a request came after the last turn."""
         self.asked: dict[Any, asyncio.Task[list[Sampled]]] = {}
         """The latest requests, on the server's loop."""
         self.earlier: dict[str, Sequence[Message]] = {}
@@ -116,8 +116,10 @@ class Session:
             most = f"the conversation has had its {self.max_turns} answers (rollout.max_turns)"
             raise Refused(f"{most}: end it", code="max_turns")
         stop: tuple[str | int, ...] = (*ask.stop, *ask.stop_token_ids)
-        samples = (self.policy.sample(prompt, stop=stop, change=change) for _ in range(ask.n))
-        tasks = [*map(asyncio.ensure_future, samples)]
+        tasks = []
+        for i in range(ask.n):
+            own = change | ({"seed": change["seed"] + i} if "seed" in change else {})
+            tasks.append(asyncio.ensure_future(self.policy.sample(prompt, stop=stop, change=own)))
         try:
             found = await asyncio.gather(*tasks)
         except BaseException as error:
@@ -233,8 +235,9 @@ class Session:
     def _change(self, ask: Ask) -> dict[str, Any]:
         usual, change = self.policy.params, dict[str, Any]()
         for name, value in ask.sampling.items():
+            value = 0 if (name, value) == ("top_k", -1) else value
             own = getattr(usual, name, OFF.get(name, 0))
-            if value == own or value == OFF.get(name, ...) or not (value or own):
+            if value == own:
                 continue
             known = hasattr(usual, name)
             demand(known, name, f"must be {own}: the engine has no other", "leave it out")

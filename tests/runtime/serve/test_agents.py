@@ -16,6 +16,7 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.wrapped import as_generation_backend
 from nemorl.runtime.serve.agents import CommandAgent, agent, led_by
 from nemorl.runtime.serve.session import Session, Unrecorded
+from nemorl.runtime.serve.wire import Ask, Refused
 from tests.rollout.chats import TOKENIZER, Scripted, call
 
 ROW = {"prompt": [{"role": "user", "content": "begin"}], "answer": "7"}
@@ -319,3 +320,26 @@ def test_a_late_end_of_a_request_leaves_an_equal_one_that_came_since():
         return session.asked["key"] is second
 
     assert asyncio.run(asked())
+
+
+def test_a_free_session_takes_zeros_and_seeds_and_a_bound_one_its_own():
+    class Noting(Scripted):
+        async def sample(self, prompt, params):
+            seen.append((params.top_k, params.seed))
+            return await super().sample(prompt, params)
+
+    async def asked(free, **sampling):
+        params = SamplingParams(top_k=5)
+        engine = as_generation_backend(Noting(answering))
+        policy = Unrecorded(generator=engine, params=params, longest=None)
+        ask = Ask(token_ids=[1], n=2, sampling=sampling)
+        return await Session(policy, TOKENIZER, free=free).answer(ask)
+
+    seen = []
+    off = {"repetition_penalty": 1, "logit_bias": {}, "presence_penalty": 0}
+    asyncio.run(asked(True, top_k=-1, seed=0, **off))
+    asyncio.run(asked(False, top_k=5, **off))
+    assert seen == [(0, 0), (0, 1), (5, None), (5, None)]
+    for wrong in ({"top_k": -1}, {"seed": 0}, {"logit_bias": {"5": 1.0}}):
+        with pytest.raises(Refused, match=next(iter(wrong))):
+            asyncio.run(asked(False, **wrong))

@@ -364,7 +364,7 @@ def served(config: ServeConfig) -> Iterator[tuple["Endpoint", dict[str, str]]]:
     try:
         from nemorl.runtime.serve.endpoint import Endpoint, Key
     except ImportError as error:
-        raise ImportError(f"nemorl serve needs a server ({error}): {INSTALL}") from error
+        raise ValueError(f"nemorl serve needs a server ({error}): {INSTALL}") from error
     named, made = config.read_keys()
     tls = (config.tls_certificate, config.tls_key)
     endpoint = Endpoint(host=config.host, port=config.port, audit=config.audit, tls=tls)

@@ -62,7 +62,7 @@ class Agent:
         try:
             import nemorl.runtime.serve.endpoint as _  # noqa: F401
         except ImportError as error:
-            raise ImportError(f"an agent needs a server ({error}): {INSTALL}") from error
+            raise ValueError(f"an agent needs a server ({error}): {INSTALL}") from error
 
     @property
     def name(self) -> str:

@@ -17,6 +17,8 @@ importance weights `importance_weight_mean`, `importance_weight_max` and `masked
 with v = 0).
 """
 
+from typing import Any
+
 import torch
 
 from nemorl.checks import at_least, require
@@ -34,6 +36,7 @@ from nemorl.losses.types import (
     max_of,
     mean_of,
     min_of,
+    require_all,
     segment_mean,
     share_of,
     weighted_sum,
@@ -61,14 +64,14 @@ def clipped(
     loss_weights: PerToken,
     importance_weights: PerToken | None = None,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: float | PerToken = 0.2,
+    clip_high: float | PerToken = 0.2,
     dual_clip: float | None = None,
 ) -> LossOutput:
     """Return the clipped surrogate loss of PPO and GRPO.
 
     ℓ = max(−A·r, −A·clip(r, 1 − clip_low, 1 + clip_high)); with dual_clip = c, where A < 0,
-    ℓ = min(that, −A·c).
+    ℓ = min(that, −A·c). Both clips may be given for each token.
 
     Metrics: the module's; `clip_fraction_low` (A < 0 and r below), `clip_fraction_high` (A > 0 and
     r above), with dual_clip `clip_fraction_dual` (A < 0 and r > c).
@@ -82,7 +85,7 @@ def clipped(
     >>> round(output.loss.item(), 4)  # -1.2 + 0.8 - 2.2
     -2.6
     """
-    at_least(0, clip_low=clip_low, clip_high=clip_high)
+    _check_clips(clip_low, clip_high)
     require(
         dual_clip is None or dual_clip > 1, "dual_clip", "must be above 1", dual_clip, "3 is usual"
     )
@@ -90,7 +93,7 @@ def clipped(
     A = masked(mask, advantages.detach())
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     ratio = bounded_exp(log_ratio)
-    losses = torch.maximum(-A * ratio, -A * ratio.clamp(1 - clip_low, 1 + clip_high))
+    losses = torch.maximum(-A * ratio, -A * _clip(ratio, 1 - clip_low, 1 + clip_high))
     fractions = {
         "clip_fraction_low": (A < 0) & (ratio < 1 - clip_low),
         "clip_fraction_high": (A > 0) & (ratio > 1 + clip_high),
@@ -109,8 +112,8 @@ def gspo(
     segment_ids: TokenIds | None = None,
     importance_weights: PerToken | None = None,
     *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
+    clip_low: float | PerToken = 3e-4,
+    clip_high: float | PerToken = 4e-4,
     dual_clip: float | None = None,
     token_gradient: bool = False,
 ) -> LossOutput:
@@ -158,8 +161,8 @@ def cispo(
     loss_weights: PerToken,
     importance_weights: PerToken | None = None,
     *,
-    clip_low: float | None = None,
-    clip_high: float = 4.0,
+    clip_low: float | PerToken | None = None,
+    clip_high: float | PerToken = 4.0,
 ) -> LossOutput:
     """Return the loss with clipped importance weights, which bounds gradients and drops none.
 
@@ -177,13 +180,13 @@ def cispo(
     >>> torch.autograd.grad(output.loss, now)[0]
     tensor([[-5.0000,  0.5000]])
     """
-    at_least(0, clip_low=clip_low, clip_high=clip_high)
+    _check_clips(clip_low, clip_high)
     mask = loss_weights != 0
     A = masked(mask, advantages.detach())
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     ratio = bounded_exp(log_ratio.detach())
     low, high = 0.0 if clip_low is None else 1 - clip_low, 1 + clip_high
-    losses = -A * ratio.clamp(low, high) * masked(mask, token_logprobs)
+    losses = -A * _clip(ratio, low, high) * masked(mask, token_logprobs)
     return _output(
         losses,
         loss_weights,
@@ -293,6 +296,18 @@ def reinforce(
     ratio = bounded_exp(log_ratio.detach())
     losses = -A * (ratio + _zero_with_gradient(token_logprobs, mask))
     return _output(losses, loss_weights, importance_weights, ratio, log_ratio)
+
+
+def _clip(ratio: PerToken, low: Any, high: Any) -> PerToken:
+    return ratio.clamp(low, high)
+
+
+def _check_clips(low: float | PerToken | None, high: float | PerToken) -> None:
+    for name, value in (("clip_low", low), ("clip_high", high)):
+        if isinstance(value, torch.Tensor):
+            require_all(value >= 0, f"{name} must be at least 0 at each token")
+        else:
+            at_least(0, **{name: value})
 
 
 def _log_ratio(token_logprobs: PerToken, prev_logprobs: PerToken, mask: TokenMask) -> PerToken:

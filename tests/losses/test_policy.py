@@ -63,6 +63,24 @@ def test_clipped_by_hand(ratio, advantage, options, loss, slope):
     assert gradient(output, now) == pytest.approx([slope], abs=1e-5)
 
 
+@pytest.mark.parametrize("loss", [policy.clipped, policy.cispo, policy.gspo])
+def test_bounds_may_differ_from_token_to_token(loss):
+    (now, prev), A, ones = ratios(1.5, 0.5, 1.5), row(1.0, -1.0, 1.0), torch.ones(1, 3)
+    more = apart(loss, 3)
+    low, high = row(0.1, 0.2, 0.3), row(0.4, 0.1, 0.2)
+    output = loss(now, prev, A, ones, **more, clip_low=low, clip_high=high)
+    pairs = zip(low[0].tolist(), high[0].tolist(), strict=True)
+    weights = torch.eye(3)[:, None]
+    alone = [
+        loss(now, prev, A, one, **more, clip_low=a, clip_high=b)
+        for one, (a, b) in zip(weights, pairs, strict=True)
+    ]
+    assert output.loss.item() == pytest.approx(sum(each.loss.item() for each in alone))
+    assert gradient(output, now) == pytest.approx(gradient(sum(alone[1:], alone[0]), now))
+    with pytest.raises(ValueError, match="clip_low must be at least 0 at each token"):
+        loss(now, prev, A, ones, **more, clip_low=-low, clip_high=high)
+
+
 def test_clipped_metrics_by_hand():
     now, prev = ratios(1.5, 0.5, 5.0, 0.5, 4.0, 7.0)
     weights = row(0.2, 0.2, 0.2, 0.2, 0.2, 0.0)  # the last one isn't trained

@@ -202,9 +202,14 @@ def serve(config: ServeConfig) -> None:
 
     with signals_raise(), inference.served(config) as (endpoint, made):
         url, name, before = endpoint.url, config.name or config.model.path, 0.0
-        print(f"OPENAI_BASE_URL={url}/v1\nANTHROPIC_BASE_URL={url}")
+        print(
+            f"TINKER_BASE_URL={url}"
+            if config.tinker
+            else f"OPENAI_BASE_URL={url}/v1\nANTHROPIC_BASE_URL={url}"
+        )
         for role, key in made.items():
-            print(f"OPENAI_API_KEY={key}   # role {role}; it is not shown again")
+            kind = "TINKER" if config.tinker else "OPENAI"
+            print(f"{kind}_API_KEY={key}   # role {role}; it is not shown again")
         print(f"model {name!r}; Ctrl-C ends", flush=True)
         if not config.tls_key and config.host not in ("127.0.0.1", "localhost", "::1"):
             warn("keys and texts go over the network as they are: add --tls-certificate, --tls-key")

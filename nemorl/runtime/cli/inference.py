@@ -367,7 +367,17 @@ def served(config: ServeConfig) -> Iterator[tuple["Endpoint", dict[str, str]]]:
         raise ValueError(f"nemorl serve needs a server ({error}): {INSTALL}") from error
     named, made = config.read_keys()
     tls = (config.tls_certificate, config.tls_key)
-    endpoint = Endpoint(host=config.host, port=config.port, audit=config.audit, tls=tls)
+    options: Any = {"host": config.host, "port": config.port, "audit": config.audit, "tls": tls}
+    options["loads"] = True
+    if config.tinker:
+        from nemorl.runtime.cli.service import trained
+
+        with trained(config, options) as endpoint:
+            keys = {key: Key(name=name, role=role) for name, (key, role) in named.items()}
+            endpoint.keys, endpoint.loads = keys, False
+            yield endpoint, made
+        return
+    endpoint = Endpoint(**options)
     with (
         closing(endpoint),
         _loaded(config, ()) as (prompts, generator),
@@ -387,6 +397,7 @@ def served(config: ServeConfig) -> Iterator[tuple["Endpoint", dict[str, str]]]:
         for name, (key, role) in named.items():
             own = loop.run(session()) if role == "chat" else None
             endpoint.keys[key] = Key(name=name, role=role, session=own)
+        endpoint.loads = False
         yield endpoint, made
 
 

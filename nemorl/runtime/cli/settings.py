@@ -80,7 +80,9 @@ class LoadedConfig:
             "remove it",
         )
         require(
-            self.trainer.device is None or not self.generation.traits.engines,
+            self.trainer.device is None
+            or not self.generation.traits.engines
+            or getattr(self, "tinker", False),
             "trainer.device",
             f"is not for {self.generation.backend}, which takes the first GPU",
             self.trainer.device,
@@ -284,9 +286,16 @@ class GenerateConfig(AnswerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(LoadedConfig):
-    """Serve a model or a run's to agents over HTTP, in OpenAI's and Anthropic's dialects:
-    nemorl serve MODEL.
+    """Serve a model or a run's to agents over HTTP, in OpenAI's and Anthropic's dialects, or with
+    --tinker train it for scripts that were written for Tinker: nemorl serve MODEL.
     """
+
+    unused: ClassVar = {name: LoadedConfig.unused[name] for name in ("model",)}
+
+    tinker: bool = False
+    """Train and sample for scripts written for Tinker, which name it by TINKER_BASE_URL."""
+    dir: str = "runs/tinker"
+    """With tinker: the folder of its models, requests and answers, from which it goes on."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface of this machine."""
@@ -296,7 +305,8 @@ class ServeConfig(LoadedConfig):
     """The model's name in requests. Default: model.path."""
     keys: str | None = None
     """A YAML file of keys, 'NAME: {key: …, role: chat}' each: chat asks the model, read sees its
-    name and /metrics. Default: a new key, which is printed once.
+    name and /metrics; with tinker the first is train, and a key begins with tml-. Default: a new
+    key, which is printed once.
     """
     tls_certificate: str | None = None
     """The file of a certificate (PEM), to serve https."""
@@ -309,6 +319,11 @@ class ServeConfig(LoadedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.tinker:
+            for section, names in LoadedConfig.unused.items():
+                refuse_unused(
+                    section, getattr(self, section), "is for --tinker", "add it", names=names
+                )
         fits, must = 0 <= self.port < 65_536, "must be from 0 to 65535"
         require(fits, "port", must, self.port, "8000 is usual")
         both, must = bool(self.tls_key) == bool(self.tls_certificate), "must be given together"
@@ -325,16 +340,17 @@ class ServeConfig(LoadedConfig):
 
     def read_keys(self) -> tuple[dict[str, tuple[str, Any]], dict[str, str]]:
         """Return each key and role by its name, and the keys that were made now."""
+        usual = "train" if self.tinker else "chat"
         if self.keys is None:
-            made = {"chat": token_urlsafe(24)}
-            return {"chat": (made["chat"], "chat")}, made
+            made = {usual: ("tml-" if self.tinker else "") + token_urlsafe(24)}
+            return {usual: (made[usual], usual)}, made
         found = dict[str, tuple[str, Any]]()
         for name, each in read(Path(self.keys))[0].items():
             parts = each if isinstance(each, Mapping) else {}
             key, role = str(parts.get("key") or ""), parts.get("role")
-            fits = len(key) >= 16 and role in ("chat", "read") and len(parts) == 2
-            must = "must have a key of at least 16 characters, and a role, chat or read"
-            remedy = f"write '{name}: {{key: …, role: chat}}'"
+            fits = len(key) >= 16 and role in (usual, "read") and len(parts) == 2
+            must = f"must have a key of at least 16 characters, and a role, {usual} or read"
+            remedy = f"write '{name}: {{key: …, role: {usual}}}'"
             require(fits, f"keys: {name}", must, [*parts], remedy)
             found[name] = key, role
         distinct = len({key for key, _ in found.values()}) == len(found) > 0

@@ -198,7 +198,11 @@ class Backends:
             name,
             "give the name it was made with",
         )
-        del self.frozen[name]
+        self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Shut down a backend that `add` returned."""
+        (self.frozen if name in self.frozen else self.trained).pop(name, None)
         self._own.pop(name).close()
 
     def make_room(self, backends: Iterable[Any], *, keep_weights: bool = False) -> None:

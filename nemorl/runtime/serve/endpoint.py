@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections import Counter as Waiting
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -32,8 +32,9 @@ from nemorl.checks import short
 from nemorl.rollout.calls import EventLoop
 from nemorl.runtime.serve import chat, messages, responses, tokens
 from nemorl.runtime.serve.session import Session
-from nemorl.runtime.serve.wire import Ask, Dialect, Event, Refused, Sampled
+from nemorl.runtime.serve.wire import Ask, Dialect, Event, Json, Refused, Sampled
 
+T = TypeVar("T")
 CHAT, RESPONSES, MESSAGES = chat.CHAT, responses.RESPONSES, messages.MESSAGES
 DIALECTS = CHAT, RESPONSES, MESSAGES, tokens.TOKENS
 MOST_BYTES = 32 << 20
@@ -47,12 +48,16 @@ WHYS = {
     "extra_forbidden": "is not a field of this request: leave it out",
     "missing": "is missing: give it",
 }
-Role = Literal["chat", "read"]
+Role = Literal["chat", "train", "read"]
+Handler = Callable[[str, Request, bytes], Awaitable[Response]]
+"""handler(name of the key, request, body)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """Who may do what: `chat` asks the model, `read` sees its name and the metrics."""
+    """Who may do what: `chat` asks the model, `train` is for `routes`, `read` sees the model's name
+    and the metrics.
+    """
 
     name: str
     role: Role
@@ -130,6 +135,10 @@ class Endpoint:
     """A file that gets a line of JSON for each request."""
     tls: tuple[str | None, str | None] = (None, None)
     """Files of the certificate and its key."""
+    loads: bool = False
+    """Whether its keys are still to come."""
+    routes: Sequence[tuple[str, str, Handler]] = ()
+    """Method, path and handler of others, for keys that may train."""
 
     def __post_init__(self) -> None:
         self.traffic, self._sessions = Traffic(), dict[str, Session]()
@@ -214,6 +223,10 @@ class Endpoint:
         async with await self._loop.loop.create_server(protocol, sock=listener) as server:
             await server.serve_forever()
 
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine on the server's loop."""
+        return self._loop.run(work)
+
     def close(self) -> None:
         """End after open requests, END_S at most. May be repeated."""
         self._server.should_exit = True
@@ -230,14 +243,19 @@ class Endpoint:
             ("/metrics", CHAT, "read", self._metrics),
         ]
         for path, dialect, role, work in routes:
-            handle = partial(self._handle, dialect, role, work)
+            handle = partial(self._handle, dialect.failure, role, work)
             for start in ("", "/s/{key}"):
                 app.add_route(start + path, handle, ["GET" if role == "read" else "POST"])
+        for method, path, handler in self.routes:
+            handle = partial(self._handle, _detail, "train", partial(self._routed, handler))
+            app.add_route(path, handle, [method])
         app.add_route("/health", self._health)
         app.add_exception_handler(HTTPException, _no_route)
         return app
 
-    async def _handle(self, dialect: Dialect, role: Role, work: Any, request: Request) -> Response:
+    async def _handle(
+        self, failure: Callable[[Refused], Json], role: Role, work: Any, request: Request
+    ) -> Response:
         began, refused, response = time.monotonic(), None, Response(status_code=499)
         note = request.state.note = {"key": None, "prompt_tokens": 0, "completion_tokens": 0}
         self.traffic.open.inc()
@@ -252,7 +270,7 @@ class Endpoint:
         except Exception as error:
             refused = Refused(f"the policy could not answer: {error!r}", status=500)
         if refused:
-            response = JSONResponse(dialect.failure(refused), refused.status)
+            response = JSONResponse(failure(refused), refused.status)
         self.traffic.open.dec()
         seconds, path = time.monotonic() - began, request.scope["route"].path
         self.traffic.requests.labels(path, str(response.status_code)).inc()
@@ -279,11 +297,14 @@ class Endpoint:
         known = (key for key in self.keys if secrets.compare_digest(key.encode(), given.encode()))
         found = self.keys.get(next(known, ""))
         if found is None:
+            if self.loads:
+                raise Refused("the model is being loaded: ask again", status=503)
             must = "the key must be that of an open conversation, or one that the server knows"
             raise Refused(f"{must}: it is wrong, or its conversation is over", status=401)
         request.state.note["key"] = found.name
-        if role == "chat" and found.role != role:
-            raise Refused(f"the key {found.name} may read, but not chat: use another", status=403)
+        if role not in ("read", found.role):
+            must = f"the key {found.name} may {found.role}, but not {role}"
+            raise Refused(f"{must}: use another", status=403)
         return found.session
 
     async def _answer(self, dialect: Dialect, session: Session, request: Request) -> Response:
@@ -330,6 +351,9 @@ class Endpoint:
                     session.abandon(key, task)
             gone.cancel()
 
+    async def _routed(self, handler: Handler, session: Any, request: Request) -> Response:
+        return await handler(request.state.note["key"], request, await _read(request))
+
     async def _count_tokens(self, session: Session, request: Request) -> Response:
         _, ask = _asked(MESSAGES, session, await _read(request))
         return JSONResponse({"input_tokens": await session.submit(partial(session.count, ask))})
@@ -349,12 +373,16 @@ class Endpoint:
         return Response(generate_latest(self.traffic.registry), media_type="text/plain")
 
 
+def _detail(refused: Refused) -> Json:
+    return {"detail": refused.message}
+
+
 endpoint = cache(Endpoint)
 """Return the server of this process, where agents find their conversations."""
 
 
 async def _no_route(request: Request, error: Any) -> Response:
-    paths = ", ".join(each.path for each in DIALECTS)
+    paths = ", ".join([*(each.path for each in DIALECTS), "with --tinker /api/v1/…"])
     text = f"{request.method} {request.url.path} is unknown: the paths are {paths}"
     return JSONResponse(CHAT.failure(Refused(text)), error.status_code)
 

@@ -40,11 +40,11 @@ ENVIRONMENTS = Path(os.environ.get("NEMORL_CLIENTS", f"{tempfile.gettempdir()}/n
 QUESTION = {"question": "What is 3 + 4?", "answer": "7"}
 
 
-def python_of(script: str) -> Path:
-    """An interpreter that has what a script depends on."""
+def python_of(script: str, *instead: str) -> Path:
+    """An interpreter that has what a script depends on, or other packages instead."""
     block = re.search(r"# /// script\n(.*?)# ///\n", (SCRIPTS / script).read_text(), re.DOTALL)
-    needed = tomllib.loads(block[1].replace("# ", ""))["dependencies"]
-    folder = ENVIRONMENTS / script.removesuffix(".py")
+    needed = [*instead] or tomllib.loads(block[1].replace("# ", ""))["dependencies"]
+    folder = ENVIRONMENTS / "_".join((script.removesuffix(".py"), *instead))
     python, installed = folder / "bin" / "python", folder / "installed.json"
     if not installed.exists() or json.loads(installed.read_text()) != needed:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)

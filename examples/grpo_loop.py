@@ -5,14 +5,24 @@
     python examples/grpo_loop.py --run.dir runs/mine --run.resume    after a kill: the same numbers
 
 `--async.max-staleness 2` samples while the trainer steps, up to two steps ahead.
-`--help` lists all settings, of one device or many, with either engine.
+`--connect URL` trains and samples at a service: `nemorl serve MODEL --tinker` prints its URL, and
+TINKER_API_KEY=… to export. `--help` lists all settings, of one device or many, with either engine.
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import nemorl as nr
 from nemorl.losses import advantages, masks, policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(nr.GRPOConfig):
+    """GRPO, here or at a service."""
+
+    connect: str | None = None
+    """URL of the service that trains and samples. Default: this machine does."""
 
 
 def main(config: nr.GRPOConfig) -> nr.TrainResult:
@@ -31,4 +41,5 @@ def main(config: nr.GRPOConfig) -> nr.TrainResult:
 if __name__ == "__main__":
     from quickstart import demonstration
 
-    main(nr.cli(nr.GRPOConfig, sys.argv[1:] or demonstration(Path("runs/grpo_loop"))))
+    config = nr.cli(Config, sys.argv[1:] or demonstration(Path("runs/grpo_loop")))
+    main(nr.connect(config, config.connect) if config.connect else config)

@@ -113,6 +113,7 @@ from nemorl.runtime.config.ppo import (
 )
 from nemorl.runtime.config.tree import load_config as load_config
 from nemorl.runtime.engines.weights import sync_weights as sync_weights
+from nemorl.runtime.run.connect import connect as connect
 from nemorl.runtime.run.loop import Run as Run, Step as Step
 from nemorl.runtime.run.open_run import open_run as open_run, run as run
 from nemorl.runtime.run.registry import (

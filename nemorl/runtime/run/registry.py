@@ -335,6 +335,8 @@ def _require_description(cls: type, kind: type) -> None:
 
 
 def _get(name: str, known: dict[str, Any], kind: str) -> Any:
+    if name.startswith("http") and name not in known:  # of a run that is resumed at a service
+        load("nemorl.runtime.run.connect:register")(name)
     if name not in known:
         raise ValueError(
             f"unknown {kind} {name!r}{closest(name, known) or '.'} Valid names: {', '.join(known)}"

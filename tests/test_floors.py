@@ -46,8 +46,8 @@ ONLY_IN = {
 ONLY_ONE_FILE = ("torchtitan", "megatron")
 
 BOUNDS = {
-    "words": 225_000,
-    "words of runtime": 101_150,
+    "words": 225_010,
+    "words of runtime": 101_180,
     "files": 209,
     "imports among files": 1_188,
     "lines of a class": 250,

@@ -94,6 +94,9 @@ def _type(parameter: inspect.Parameter, setting: str) -> Any:
         )
     if hint is parameter.empty:
         return type(default) if type(default) in (bool, int, float, str) else Any
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):  # also an array: not in settings
+        parts = [each for each in typing.get_args(hint) if not hasattr(each, "array_type")]
+        hint = typing.Union[tuple(parts)]  # noqa: UP007
     try:
         TypeAdapter(hint)
     except PydanticSchemaGenerationError:

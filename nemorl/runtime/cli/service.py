@@ -20,7 +20,7 @@ from nemorl.runtime.config.base import BaseConfig, DataConfig, RunConfig
 from nemorl.runtime.config.tree import dump_yaml
 from nemorl.runtime.run import parts
 from nemorl.runtime.run.devices import Devices
-from nemorl.runtime.run.launch import Launch, model_config_of
+from nemorl.runtime.run.launch import Launch, changes, model_config_of
 from nemorl.runtime.serve.endpoint import Endpoint
 from nemorl.runtime.serve.tinker.routes import routes
 from nemorl.runtime.serve.tinker.sampling import Engine
@@ -91,7 +91,7 @@ def _service(config: ServeConfig) -> Iterator[Service]:
                 backends.make_room(backends.trained.values())
                 generator.wake()
 
-        root, folder = launch.directory.path, Path(launch.folder)
+        root, tokenizer = launch.directory.path, Path(config.model.tokenizer or launch.folder)
         trainer = ModelTrainer(
             root=root,
             open=opened,
@@ -105,7 +105,7 @@ def _service(config: ServeConfig) -> Iterator[Service]:
         yield Service(
             root=root,
             model=config.name or config.model.path,
-            tokenizer=str(folder.resolve() if folder.exists() else folder),
+            tokenizer=str(tokenizer.resolve() if tokenizer.exists() else tokenizer),
             trainer=trainer,
             engine=Engine(generator=generator, trainer=trainer, base=launch.folder, wake=wake),
         )
@@ -131,6 +131,11 @@ def _launch(config: ServeConfig, stack: ExitStack) -> Launch:
     require(not devices.torchrun, "parallel", "must be placed by Ray", "torchrun", "use nemorl")
     devices.check_model(of_model)
     base = devices.config
+    directory = RunDirectory(Path(config.dir))
+    if directory.config.exists():
+        other = [x for x in changes(directory.config, base) if x.startswith("model.")]
+        must, remedy = "must be of the model that is served", "name another, or serve that one"
+        require(not other, "dir", must, "; ".join(other), remedy)
     directory = RunDirectory.create(config.dir, dump_yaml(base), resume="auto")
     return Launch(
         config=base,

@@ -284,6 +284,17 @@ class GenerateConfig(AnswerConfig):
         return found
 
 
+REQUESTS_OWN = {
+    "model": ("chat_template", "chat_template_kwargs"),
+    "trainer": ("router_replay",),
+    "generation": (
+        *("temperature", "top_k", "top_p", "min_p", "max_new_tokens"),
+        *("stop_strings", "stop_token_ids", "ignore_eos", "adapter_rank"),
+    ),
+}
+"""Settings that `serve --tinker` refuses."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(LoadedConfig):
     """Serve a model or a run's to agents over HTTP, in OpenAI's and Anthropic's dialects, or with
@@ -319,11 +330,13 @@ class ServeConfig(LoadedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.tinker:
-            for section, names in LoadedConfig.unused.items():
-                refuse_unused(
-                    section, getattr(self, section), "is for --tinker", "add it", names=names
-                )
+        why, remedy = "is for --tinker", "add it"
+        if self.tinker:
+            why, remedy = "is not used with --tinker: requests say how they sample", "remove it"
+        else:
+            refuse_unused("", self, why, remedy, names=("dir",))
+        for section, names in (REQUESTS_OWN if self.tinker else LoadedConfig.unused).items():
+            refuse_unused(section, getattr(self, section), why, remedy, names=names)
         fits, must = 0 <= self.port < 65_536, "must be from 0 to 65535"
         require(fits, "port", must, self.port, "8000 is usual")
         both, must = bool(self.tls_key) == bool(self.tls_certificate), "must be given together"
@@ -348,9 +361,11 @@ class ServeConfig(LoadedConfig):
         for name, each in read(Path(self.keys))[0].items():
             parts = each if isinstance(each, Mapping) else {}
             key, role = str(parts.get("key") or ""), parts.get("role")
+            begin = "tml-" * self.tinker  # Tinker's client sends no other
             fits = len(key) >= 16 and role in (usual, "read") and len(parts) == 2
+            fits = fits and key.startswith(begin)
             must = f"must have a key of at least 16 characters, and a role, {usual} or read"
-            remedy = f"write '{name}: {{key: …, role: {usual}}}'"
+            remedy = f"write '{name}: {{key: {begin}…, role: {usual}}}'"
             require(fits, f"keys: {name}", must, [*parts], remedy)
             found[name] = key, role
         distinct = len({key for key, _ in found.values()}) == len(found) > 0

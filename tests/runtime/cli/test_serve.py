@@ -11,6 +11,8 @@ import openai
 import pytest
 
 import nemorl
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.cli.settings import ServeConfig
 from tests.examples import write_example_files
 
@@ -86,6 +88,15 @@ def test_wrong_keys_are_named_but_not_shown(tmp_path: Path, text, said):
     assert "kkk" not in str(raised.value) and "short" not in str(raised.value)
 
 
+def test_tinkers_keys_begin_as_its_client_wants_them(tmp_path: Path):
+    (tmp_path / "keys.yaml").write_text(f"a: {{key: {'k' * 16}, role: train}}")
+    with pytest.raises(ValueError, match="key: tml-…, role: train"):
+        ServeConfig(tinker=True, keys=str(tmp_path / "keys.yaml")).read_keys()
+
+
+HOT = GenerationConfig(temperature=2.0)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -93,6 +104,9 @@ def test_wrong_keys_are_named_but_not_shown(tmp_path: Path, text, said):
         ({"tls_key": __file__}, "must be given together"),
         ({"keys": "nowhere.yaml"}, "keys must be a file"),
         ({"tls_certificate": __file__, "tls_key": __file__}, "must be a certificate in PEM"),
+        ({"dir": "elsewhere"}, "dir is for --tinker"),
+        ({"parallel": ParallelPlan(tp=2)}, "parallel.tp is for --tinker"),
+        ({"tinker": True, "generation": HOT}, "temperature is not used with --tinker"),
     ],
 )
 def test_settings_that_can_not_be(settings, said):

@@ -113,7 +113,8 @@ def read_work(request: Any, *, vocab_size: int, longest: int) -> ForwardBackward
     settings: dict[str, Any] = {each.key: each.value for each in request.numbers}
     settings |= {each.key: each.value.text or each.value.number for each in request.settings}
     for key, value in settings.items():
-        must = f"has {' and '.join(known) or 'nothing'} with {name}, but no {key[:80]!r}"
+        only = " and ".join(known) or "nothing"
+        must = f"must have {only} with {name}, but has {key[:80]!r}"
         demand(key in known, "loss_fn_config", must, "leave it out")
         fits = isinstance(value, float) and 0 <= value < math.inf
         demand(fits, f"loss_fn_config.{key}", "must be a number, 0 or more", "change it")

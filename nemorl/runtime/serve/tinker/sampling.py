@@ -103,7 +103,8 @@ class Engine:
 
     def submit(self, sampler: Recipient, number: int) -> None:
         """Take a request, whose answer goes to the sampler's stream."""
-        if sampler is self._current and self._flying and not self._waiting:
+        goes_on = sampler is self._current and self._flying and not self._waiting
+        if goes_on and not self.trainer.waits:
             self._start(sampler, number)
             return
         if sampler not in self._waiting:

@@ -151,7 +151,9 @@ class Service:
         while True:
             model, began = await self._ready.get(), time.monotonic()
             while time.monotonic() < began + TURN_S and model.stream.request(model.next):
+                self.trainer.waits = True
                 async with self.trainer.device:
+                    self.trainer.waits = False
                     await self.trainer.call(self.trainer.execute, model)
                 model.finished(model.next - 1)
             model.queued = False

@@ -99,8 +99,8 @@ class Stream:
             self.unwritten[number] = answer
 
     def forget(self, kind: str, *, before: int) -> None:
-        """Remove the requests or answers below a number."""
-        for path in (self.folder / kind).glob("[0-9]*"):
+        """Remove the requests or answers below a number, but what a model was made by."""
+        for path in (self.folder / kind).glob("[1-9]*"):
             if int(path.name) < before:
                 path.unlink(missing_ok=True)
 

@@ -140,6 +140,8 @@ class ModelTrainer:
     """Has the engine leave the device, where they take turns."""
     device: AbstractAsyncContextManager[Any]
     """Held by the one whose turn it is."""
+    waits: bool = False
+    """Whether it waits for its turn."""
 
     def __post_init__(self) -> None:
         self.live: dict[Model, int] = {}
@@ -166,8 +168,9 @@ class ModelTrainer:
         number, began = model.next, time.monotonic()
         verb, body = model.stream.request(number) or ("", b"")
         try:
-            made = store.category(model.stream.answer(0) or b"") is None
-            demand(made, "model_id", "must be of a model that was made", "make another")
+            made = model.stream.answer(0) or b""
+            must = f"must be of a model that could be made, unlike this: {made[1:].decode()[:500]}"
+            demand(store.category(made) is None, "model_id", must, "make another")
             self.begin()
             self._open(model, number)
             answer = self._execute(model, number, verb, body)

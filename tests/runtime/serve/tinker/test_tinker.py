@@ -2,6 +2,8 @@
 
 import itertools
 import resource
+import shutil
+import threading
 import time
 from contextlib import contextmanager
 
@@ -20,9 +22,13 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.cli.inference import served
+from nemorl.runtime.cli.settings import ServeConfig
+from nemorl.runtime.run.parts import Backends
 from nemorl.runtime.serve.tinker import training
 from nemorl.runtime.serve.tinker.messages import MESSAGES
-from tests.runtime.serve.tinker.wire import KEYS, arrays, csr, datum, said
+from tests.runtime.serve.tinker.wire import KEYS, Client, arrays, csr, datum, said, serving
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 12, 7, 30, 6], [8, 8, 21], [17, 4, 11, 19]]
@@ -487,7 +493,7 @@ PPO = {"target_tokens": Y, "logprobs": [0.0] * 6, "advantages": [1.0] * 6}
 FAILING = [
     ("one of cross_entropy", [datum(X, target_tokens=Y)], "unheard_of", {}),
     ("importance_sampling is the nearest", [datum(X, target_tokens=Y)], "stable_reinforce", {}),
-    ("no 'surprise'", [datum(X, **PPO)], "ppo", {"surprise": 1.0}),
+    ("but has 'surprise'", [datum(X, **PPO)], "ppo", {"surprise": 1.0}),
     ("must be a number, 0 or more", [datum(X, **PPO)], "ppo", {"clip_low_threshold": float("nan")}),
     ("must lie around 1", [datum(X, **PPO)], "ppo", {"clip_low_threshold": 1.5}),
     ("must lie around 1", [datum(X, **PPO, clip_high_threshold=[0.5] * 6)], "cispo", {}),
@@ -648,3 +654,76 @@ def test_a_full_disk_fails_what_it_has_no_room_for(me):
     with full_disk(4096):
         assert "written" in me.save(model, "a")
     assert me.save(model, "a").endswith("/a")
+
+
+def test_a_model_is_made_once_however_old_its_first_request(me, monkeypatch):
+    monkeypatch.setattr(training, "KEPT_ANSWERS", 0)
+    monkeypatch.setattr(training, "SAVED_SHARE", 1e9)  # a restart point after each step
+    model = me.create()
+    for _ in range(3):
+        before = me.passed(model, PLAIN, "cross_entropy")
+        me.step(model)
+    session, _, place = model.split(":")
+    body = {"session_id": session, "model_seq_id": int(place), "base_model": "tiny"}
+    again = me.post("create_model", **body, lora_config={"rank": 8})
+    assert again.status_code == 400 and "must be new" in again.text
+    assert me.passed(model, PLAIN, "cross_entropy") != before
+    assert "error" not in me.step(model)
+
+
+def test_a_folder_is_of_one_model(tmp_path):
+    with serving(tmp_path, tiny_model()):
+        pass
+    shutil.copytree(tmp_path / "tiny", tmp_path / "another")
+    config = ServeConfig(
+        model=ModelConfig(path=str(tmp_path / "another")),
+        tinker=True,
+        dir=str(tmp_path / "run"),
+        port=0,
+    )
+    with pytest.raises(ValueError, match=r"dir must be of the model .*another'"), served(config):
+        pass
+
+
+@pytest.mark.slow
+def test_trainer_and_engine_share_a_device_in_turns(tmp_path, monkeypatch):
+    """Clients that sample without a pause keep no model from training."""
+    events, ended = list[str](), threading.Event()
+
+    def noted(cls: type, name: str) -> None:
+        method = getattr(cls, name)
+
+        def call(self, *args):
+            events.append(name)
+            return method(self, *args)
+
+        monkeypatch.setattr(cls, name, call)
+
+    noted(TorchGenerationBackend, "sleep")
+    noted(TorchGenerationBackend, "wake")
+    noted(training.ModelTrainer, "_execute")
+    monkeypatch.setattr(Backends, "share_gpus", True)
+    monkeypatch.setattr(Backends, "sharing", None)
+
+    def sample(client: Client, sampler: str, length: int) -> None:
+        while not ended.is_set():
+            client.sample(sampler, [3, 4], max_tokens=length, stop=[])
+
+    with serving(tmp_path, tiny_model(), trainer=TrainerConfig(device="cpu")) as url:
+        one = Client(url, KEYS["me"])
+        model, sampler = one.create(), one.sampler()
+        lengths = range(100, 220, 15)
+        threads = [threading.Thread(target=sample, args=[one, sampler, n]) for n in lengths]
+        for thread in threads:
+            thread.start()
+        for _ in range(5):
+            one.passed(model, PLAIN, "cross_entropy")
+            assert "error" not in one.step(model)
+        ended.set()
+        for thread in threads:
+            thread.join()
+    last = ""
+    for each in events:
+        assert each != "_execute" or last != "wake", "the engine is awake"
+        last = each if each != "_execute" else last
+    assert events.count("_execute") == 11 and "wake" in events

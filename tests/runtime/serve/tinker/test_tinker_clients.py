@@ -218,8 +218,8 @@ def test_lists_and_deletions_fit_together(sdk):
 
 REFUSED = {
     "unknown loss": "loss_fn must be one of cross_entropy",
-    "unknown setting": "loss_fn_config .* no 'beta'",
-    "setting of none": "loss_fn_config .* no 'beta'",
+    "unknown setting": "loss_fn_config .* but has 'beta'",
+    "setting of none": "loss_fn_config .* but has 'beta'",
     "image prompt": "prompt",
     "no advantages": r"data.0.loss_fn_inputs.\w+ must be given with ppo",
     "nan weights": "weights must be finite",

@@ -93,10 +93,12 @@ def clipped(
     A = masked(mask, advantages.detach())
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     ratio = bounded_exp(log_ratio)
-    losses = torch.maximum(-A * ratio, -A * _clip(ratio, 1 - clip_low, 1 + clip_high))
+    low: Any = 1 - clip_low
+    high: Any = 1 + clip_high
+    losses = torch.maximum(-A * ratio, -A * ratio.clamp(low, high))
     fractions = {
-        "clip_fraction_low": (A < 0) & (ratio < 1 - clip_low),
-        "clip_fraction_high": (A > 0) & (ratio > 1 + clip_high),
+        "clip_fraction_low": (A < 0) & (ratio < low),
+        "clip_fraction_high": (A > 0) & (ratio > high),
     }
     if dual_clip is not None:
         losses = torch.where(A < 0, torch.minimum(losses, -A * dual_clip), losses)
@@ -185,8 +187,9 @@ def cispo(
     A = masked(mask, advantages.detach())
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     ratio = bounded_exp(log_ratio.detach())
-    low, high = 0.0 if clip_low is None else 1 - clip_low, 1 + clip_high
-    losses = -A * _clip(ratio, low, high) * masked(mask, token_logprobs)
+    low: Any = 0.0 if clip_low is None else 1 - clip_low
+    high: Any = 1 + clip_high
+    losses = -A * ratio.clamp(low, high) * masked(mask, token_logprobs)
     return _output(
         losses,
         loss_weights,
@@ -296,10 +299,6 @@ def reinforce(
     ratio = bounded_exp(log_ratio.detach())
     losses = -A * (ratio + _zero_with_gradient(token_logprobs, mask))
     return _output(losses, loss_weights, importance_weights, ratio, log_ratio)
-
-
-def _clip(ratio: PerToken, low: Any, high: Any) -> PerToken:
-    return ratio.clamp(low, high)
 
 
 def _check_clips(low: float | PerToken | None, high: float | PerToken) -> None:

@@ -441,10 +441,10 @@ class Accumulating(InTurns, ABC):
             self._away.restore()
         self._writer.save(self._contents(), path, state=state, background=background)
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Restore what either backend's `save_checkpoint` wrote, with any plan."""
+    def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> None:
+        """Restore what either backend's `save_checkpoint` wrote, or its weights alone."""
         require_training(self.config)
-        saved = Saved(path, self.world)
+        saved = Saved(path, self.world, optimizer=optimizer)
         saved.require_same(self.config)
         if self.config.lora.rank or self.config.keep_reference:
             saved.require_base(self._base)
@@ -452,7 +452,7 @@ class Accumulating(InTurns, ABC):
             self._away.restore()
             self._restore(saved)
         # The weights that the run began with, whatever this backend was set up with.
-        self.step, self._base = saved.state["step"], saved.state["base"]
+        self.step, self._base = saved.state["step"] * optimizer, saved.state["base"]
 
     def wait_for_checkpoint(self) -> None:
         if self._writer is not None:

@@ -151,8 +151,9 @@ class Saved:
     DamagedFile on every rank.
     """
 
-    def __init__(self, path: Path, world: World) -> None:
-        self.path, self.world = path, world
+    def __init__(self, path: Path, world: World, *, optimizer: bool = True) -> None:
+        """optimizer: whether its state counts; else it is new."""
+        self.path, self.world, self._has_optimizer = path, world, optimizer
         with world.share_errors():
             self.checksums = read_manifest(path)
             state = CheckedFile(path / STATE, self.checksums[STATE]).read()
@@ -197,7 +198,8 @@ class Saved:
         """Return the optimizer's state. Raises ValueError unless it belongs to the parameters of
         these names.
         """
-        stored = TensorFiles(self.path.glob("optimizer*.safetensors"), self.checksums)
+        files = self.path.glob("optimizer*.safetensors") if self._has_optimizer else ()
+        stored = TensorFiles(files, self.checksums)
         saved = {key.rpartition(".")[0] for key in stored.shapes}
         if saved and (wrong := sorted(saved ^ set(names))):
             raise ValueError(

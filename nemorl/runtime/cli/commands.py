@@ -202,13 +202,10 @@ def serve(config: ServeConfig) -> None:
 
     with signals_raise(), inference.served(config) as (endpoint, made):
         url, name, before = endpoint.url, config.name or config.model.path, 0.0
-        print(
-            f"TINKER_BASE_URL={url}"
-            if config.tinker
-            else f"OPENAI_BASE_URL={url}/v1\nANTHROPIC_BASE_URL={url}"
-        )
+        kind = "TINKER" if config.tinker else "OPENAI"
+        others = f"/v1\nANTHROPIC_BASE_URL={url}" * (not config.tinker)
+        print(f"{kind}_BASE_URL={url}{others}")
         for role, key in made.items():
-            kind = "TINKER" if config.tinker else "OPENAI"
             print(f"{kind}_API_KEY={key}   # role {role}; it is not shown again")
         print(f"model {name!r}; Ctrl-C ends", flush=True)
         if not config.tls_key and config.host not in ("127.0.0.1", "localhost", "::1"):

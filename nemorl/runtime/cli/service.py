@@ -67,12 +67,11 @@ def _service(config: ServeConfig) -> Iterator[Service]:
         layers[part].add(name.rpartition(".")[2])
     with stack:
         backends = parts.Backends(launch, stack, generates=True)
-        engines, sharing = backends.engines, backends.sharing
+        engines, in_turns = backends.engines, backends.in_turns
         assert engines is not None
-        if sharing is not None:
-            share = {"gpu_memory_utilization": sharing.share}
-            engines = replace(engines, engine={**share, **engines.engine})
-        in_turns = backends.share_gpus or bool(base.trainer.offload_during_generation)
+        must = "must be false for a service with ranks, which start after its engines"
+        apart = not (launch.devices.placed and backends.share_gpus)
+        require(apart, "generation.colocated", must, True, "add --generation.no-colocated")
         source = parts.engine_source(launch.devices, engines.traits, outline)
         generator = stack.enter_context(parts.live_engine(backends, engines, model=source))
 

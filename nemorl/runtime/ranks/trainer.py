@@ -221,8 +221,8 @@ class RankedTrainer(InTurns):
     def wait_for_checkpoint(self) -> None:
         self._call("wait_for_checkpoint")
 
-    def load_checkpoint(self, path: Path) -> None:
-        self._call("load_checkpoint", path.absolute())
+    def load_checkpoint(self, path: Path, **options: bool) -> None:
+        self._call("load_checkpoint", path.absolute(), **options)
 
     def shutdown(self) -> None:
         self._model = None

@@ -48,15 +48,10 @@ def connect(config: Config, url: str, *, api_key: str | None = None) -> Config:
 
     api_key: None for TINKER_API_KEY. Raises: ConnectionError; ValueError for another key or model.
     """
-    for name in changed_settings(config):
-        if name.startswith(CLOSED) and name not in OPEN:
-            require(
-                False,
-                name,
-                "can't be set here for a service",
-                attrgetter(name)(config),
-                "remove it, or start the service with it",
-            )
+    closed = (x for x in changed_settings(config) if x.startswith(CLOSED) and x not in OPEN)
+    for name in closed:
+        must, remedy = "can't be set here for a service", "remove it, or start the service with it"
+        require(False, name, must, attrgetter(name)(config), remedy)
     found = register(url, api_key).call("get_server_capabilities", patience=0)["supported_models"]
     path, names = config.model.path, [each["model_name"] for each in found]
     require(
@@ -166,13 +161,8 @@ class ServiceTrainer:
             lora_config={"rank": rank, "seed": self.config.seed},
         )
 
-    @cached_property
-    def id(self) -> str:
-        return self._new(self.config.lora.rank)
-
-    @cached_property
-    def reference(self) -> str:
-        return self._new(1)  # new adapters change nothing
+    id: Any = cached_property(lambda self: self._new(self.config.lora.rank))
+    reference: Any = cached_property(lambda self: self._new(1))  # new adapters change nothing
 
     def _next(self, id: str, **fields: Any) -> dict[str, Any]:
         return {"model_id": id, "seq_id": next(self._numbers.setdefault(id, count(1))), **fields}

@@ -84,6 +84,11 @@ class Backends:
         """Whether engines are on GPUs on which the model trains."""
         return self.engines is not None and self.launch.devices.shares_gpus(self.engines)
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether trainer and engines leave the devices to each other."""
+        return self.share_gpus or bool(self.launch.config.trainer.offload_during_generation)
+
     @cached_property
     def fit(self) -> Fit | None:
         """What was chosen for the memory of the GPUs, if that is known."""
@@ -353,9 +358,7 @@ def live_parts(
         show(backends.fit, quiet=launch.quiet)
     if engines and sharing:
         show(sharing, quiet=launch.quiet)
-        share = {"gpu_memory_utilization": sharing.share}
-        engines = replace(engines, engine={**share, **engines.engine})
-    in_turns = backends.share_gpus or bool(config.trainer.offload_during_generation)
+    in_turns = backends.in_turns
     trainer = backends.policy(num_updates)
     shared = engines is not None and (
         engines.traits.on_trainer if launch.devices.ranked else engines.traits.shares_model
@@ -534,6 +537,9 @@ def live_engine(
         options["precision"] = launch.config.parallel.precision
         if devices.placed and devices.shares_gpus(engines):
             options["beside"] = backends.ranks.places
+    if sharing := backends.sharing:
+        share = {"gpu_memory_utilization": sharing.share}
+        engines = replace(engines, engine={**share, **engines.engine})
     generator = backend(tokenizer=launch.tokenizer, **options)
     try:
         with waiting_for_engines(engines, quiet=launch.quiet):

@@ -174,8 +174,7 @@ def _session(of: Service, call: TinkerCall) -> Json:
     return {
         "training_run_ids": [each for each in of.models if each.startswith(id)],
         "sampler_ids": [each for each in of.samplers if each.startswith(id)],
-        "user_metadata": about["user_metadata"],
-        "display_name": about["display_name"],
+        **{name: about.get(name) for name in ("user_metadata", "display_name")},
     }
 
 

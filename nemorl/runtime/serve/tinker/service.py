@@ -73,14 +73,6 @@ class CreateSampler(Fields):
     model_path: str | None = None
 
 
-class CreateSession(Fields):
-    tags: list[str] = Field(default_factory=list)
-    user_metadata: Json | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class TinkerCall:
     """An HTTP request."""
@@ -190,8 +182,7 @@ class Service:
 
     def create_session(self, call: TinkerCall) -> Json:
         """Begin a session."""
-        asked, id = call.read(CreateSession), uuid.uuid4().hex
-        about = asked.model_dump() | {"owner": call.owner, "time": store.now()}
+        about, id = call.json | {"owner": call.owner}, uuid.uuid4().hex
         store.write_json(self.root / "sessions" / f"{id}.json", about)
         self.trainer.owners[id] = call.owner
         what = f"{self.model}: adapters are not on the output layer (train_unembed)"

@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import save_file
 
-from nemorl.models.tensor_files import checksum, write_manifest
 from nemorl.runtime.serve.wire import Json, Refused, demand
 from nemorl.runtime.store.files import write_atomically, writing
 
@@ -177,16 +175,6 @@ def about_of(folder: Path) -> Json | None:
         if (found.get("expires") or math.inf) >= time.time():
             return found
     return None
-
-
-def without_optimizer(saved: Path, folder: Path) -> Path:
-    """Return a copy of a training state that has the weights alone."""
-    shutil.copytree(saved, folder, ignore=shutil.ignore_patterns("optimizer*", "manifest.json"))
-    state = json.loads((saved / "backend.json").read_bytes()) | {"step": 0}
-    (folder / "backend.json").write_text(json.dumps(state))
-    save_file({}, folder / "optimizer.safetensors")
-    write_manifest(folder, {each.name: checksum(each) for each in folder.iterdir()})
-    return folder
 
 
 def write_sampler(folder: Path, about: Json) -> None:

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import shutil
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -270,10 +269,7 @@ class ModelTrainer:
         for name in ("rank", "train_attn", "train_mlp"):
             must = f"must have {name} {model.about[name]}, but has {about[name]}"
             demand(about[name] == model.about[name], "path", must, "create a client from it")
-        with tempfile.TemporaryDirectory(dir=model.folder) as copy:
-            if not with_optimizer:
-                folder = store.without_optimizer(folder, Path(copy, "state"))
-            model.backend.load_checkpoint(folder)
+        model.backend.load_checkpoint(folder, optimizer=with_optimizer)
         model.changes += 1
 
     def _forward(self, model: Model, body: bytes, *, backward: bool) -> bytes:

@@ -75,8 +75,9 @@ def _lettered(question: str, options: Sequence[str], right: int) -> dict[str, st
 def _gpqa(row: Row) -> dict[str, str]:
     texts = [row["Correct Answer"], *(row[f"Incorrect Answer {n}"] for n in (1, 2, 3))]
     order = Random(row["Question"]).sample(range(4), 4)  # the same in every run
-    options = [texts[place].strip() for place in order]
-    return _lettered(row["Question"].strip(), options, order.index(0))
+    return _lettered(
+        row["Question"].strip(), [texts[place].strip() for place in order], order.index(0)
+    )
 
 
 def _arc(row: Row) -> dict[str, str]:
@@ -284,8 +285,7 @@ def shards_of(source: Any, split: str) -> list[Shard]:
             before, own = f"{part}, ", "train"
         for n in range(size := getattr(data, "num_shards", 1)):
             shard = data.shard(size, n) if size > 1 else data
-            name = before + f"shard {n + 1}, " * (size > 1)
-            found.append(Shard(shard, own, number, name))
+            found.append(Shard(shard, own, number, before + f"shard {n + 1}, " * (size > 1)))
     return found
 
 
@@ -337,8 +337,9 @@ def _is_set(source: Any) -> bool:
 
 def _read(source: Any, split: str, data_files: Any) -> Iterator[Placed]:
     if _is_set(source):
-        data = _named(_load_dataset(source, split, data_files), split, source)
-        return _numbered(data, f"{source}, ")
+        return _numbered(
+            _named(_load_dataset(source, split, data_files), split, source), f"{source}, "
+        )
     if data_files is not None:
         raise ValueError(
             "data_files chooses files on the hub or in a folder, but the source is"

@@ -107,8 +107,7 @@ def from_config(config: Any, head: Head = "lm", **trust: Any) -> Any:
 
 def fresh_head(config: Any, *, seed: int) -> Mapping[str, torch.Tensor]:
     """Return the initial parameters of a scalar head, normally distributed."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(1, config.hidden_size, generator=generator)
+    weight = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed))
     return dict.fromkeys(SCORE, getattr(config, "initializer_range", 0.02) * weight)
 
 
@@ -133,8 +132,10 @@ def check_files(model: Any, stored: Shapes, wanted: Shapes) -> set[str]:
 
     Raises: ValueError for missing tensors, other shapes, and another head's weights.
     """
-    unused = {*stored} - {*wanted} - {canonical(name) for name in model.state_dict()}
-    report = SimpleNamespace(missing_keys=set(), unexpected_keys=unused)
+    report = SimpleNamespace(
+        missing_keys=set(),
+        unexpected_keys={*stored} - {*wanted} - {canonical(name) for name in model.state_dict()},
+    )
     model._adjust_missing_and_unexpected_keys(report)
     refuse_other_head(report.unexpected_keys, "scalar" if is_scalar(model) else "lm")
     wrong = []
@@ -216,8 +217,10 @@ def logits_of(config: Any) -> Logits:
     """Return how a Hugging Face configuration has the logits computed: Cohere multiplies, Granite
     divides, and Gemma caps.
     """
-    scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-    return Logits(scale, getattr(config, "final_logit_softcapping", None))
+    return Logits(
+        getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0),
+        getattr(config, "final_logit_softcapping", None),
+    )
 
 
 def is_scalar(model: Any) -> bool:
@@ -293,8 +296,7 @@ class Given(TorchFunctionMode):
         if not largest or found.indices.shape != self.experts.shape:
             return found  # of groups of experts, as in DeepSeek-V3
         self.taken = True
-        own = (self.experts < 0).any(-1, keepdim=True)
-        experts = torch.where(own, found.indices, self.experts)
+        experts = torch.where((self.experts < 0).any(-1, keepdim=True), found.indices, self.experts)
         return torch.return_types.topk((args[0].gather(-1, experts), experts))
 
 

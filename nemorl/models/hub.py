@@ -142,8 +142,9 @@ def loading(
     try:
         yield
     except UnpicklingError as error:  # whose text advises to run it
-        remedy = "ask its author for model.safetensors"
-        raise cannot_load(name, DAMAGED_PICKLE, field=field, remedy=remedy) from error
+        raise cannot_load(
+            name, DAMAGED_PICKLE, field=field, remedy="ask its author for model.safetensors"
+        ) from error
     except Exception as error:  # transformers refuses broken files with any
         if any(Path(name).glob(PIECES)):
             raise cannot_load(

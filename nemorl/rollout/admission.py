@@ -110,9 +110,13 @@ class LoopState:
         """
         numbers = {*groups}
         closed = numbers - {group.ordinal for group in self.open_groups}
-        must = "must be open: neither dropped nor of a step that has ended"
-        remedy = "drop rollouts once, in the step that sampled them"
-        require(not closed, "groups to drop", must, sorted(closed), remedy)
+        require(
+            not closed,
+            "groups to drop",
+            "must be open: neither dropped nor of a step that has ended",
+            sorted(closed),
+            "drop rollouts once, in the step that sampled them",
+        )
         left = tuple(g for g in self.open_groups if g.ordinal not in numbers)
         counted = (*self.dropped.get(reason, ()), *dict.fromkeys(groups))
         return replace(self, open_groups=left, dropped={**self.dropped, reason: counted})
@@ -207,8 +211,9 @@ def decide(
             state = replace(state, asked={**state.asked, stream: asked})
         case Ended(ordinals):
             ended = [replace(g, state="ended") for g in running if g.ordinal in ordinals]
-            runs = len(ended) == len(ordinals)
-            require(runs, "groups", "must be running", ordinals, "end each once")
+            require(
+                len(ended) == len(ordinals), "groups", "must be running", ordinals, "end each once"
+            )
             state = state.put(ended)
         case Updated(again):
             state = replace(state, synced=state.step)

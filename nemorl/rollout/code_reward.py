@@ -40,8 +40,7 @@ def program_of(text: str, tests: str = "") -> str:
     python = [code for kind, code in blocks if kind in ("python", "python3", "py")]
     every = [text, *(code for _, code in blocks), *python]
     named = {*re.findall(r"\w+", tests)} - {*DEFINED.findall(tests)}
-    wanted = [code for code in every[1:] if named & {*DEFINED.findall(code)}]
-    return [*every, *wanted][-1]
+    return [*every, *(code for code in every[1:] if named & {*DEFINED.findall(code)})][-1]
 
 
 def _parses(text: str) -> bool:
@@ -156,8 +155,10 @@ async def code_tests(
         if each["role"] in ("system", "user")
     ]
     tests, head = read_tests(answer), program_of("\n".join(filter(None, asked)))
-    called = "\n".join([entry_point, *(each for each in tests if isinstance(each, str))])
-    program = program_of(as_messages(response, "response")[-1]["content"] or "", called)
+    program = program_of(
+        as_messages(response, "response")[-1]["content"] or "",
+        "\n".join([entry_point, *(each for each in tests if isinstance(each, str))]),
+    )
     if not (entry_point and f"def {entry_point}(" in head and _parses(head)):
         head = ""  # which may only mention the function
     allowed = ProgramLimits(**limits or {})
@@ -205,8 +206,9 @@ def _judged(program: str, tests: tuple[list[str], str], limits: ProgramLimits) -
                 os.close(file)
 
     with ThreadPoolExecutor(1) as other:
-        longer = replace(limits, wall=limits.wall + 5)
-        judged = other.submit(side, "tests", json.dumps(tests), (answers, asks), longer)
+        judged = other.submit(
+            side, "tests", json.dumps(tests), (answers, asks), replace(limits, wall=limits.wall + 5)
+        )
         side("program", program, (calls, replies), limits)
     result = judged.result()
     good = result.outcome == "ok" and result.stdout

@@ -156,8 +156,7 @@ class Cohort:
     ) -> Completion:
         """Return one sample of a request that is made once for a group."""
         if (index, params) not in self._shared:
-            task = asyncio.create_task(self.sample(prompt, params))
-            self._shared[index, params] = task
+            self._shared[index, params] = asyncio.create_task(self.sample(prompt, params))
         return (await asyncio.shield(self._shared[index, params]))[member]
 
     async def _outcome(
@@ -186,8 +185,11 @@ class Cohort:
 
     def _question(self, item: Any) -> Question:
         first = next(iter(self.prompts.groups), 0)
-        answer = asyncio.get_running_loop().create_future()
-        return Question(place=(first, _PLACE.get()), item=item, answer=answer)
+        return Question(
+            place=(first, _PLACE.get()),
+            item=item,
+            answer=asyncio.get_running_loop().create_future(),
+        )
 
     def _judge_if_all_wait(self) -> None:
         if self._asked and len(self._asked) + self._outside >= self._open:
@@ -221,13 +223,21 @@ def _checked(outcome: Any, name: str, count: int, limits: Limits) -> Outcome:
                 f"{name} must return finite rewards, but it returned {short(reward)}: {REMEDY}"
             )
     for key, value in outcome.metrics.items():
-        finite = not math.isnan(as_number(value))
-        require(finite, f"{name}: metric {key!r}", "must be a finite number", value, "leave it out")
+        require(
+            not math.isnan(as_number(value)),
+            f"{name}: metric {key!r}",
+            "must be a finite number",
+            value,
+            "leave it out",
+        )
     if not len(turns):
         return outcome
     turns = [as_number(reward) for reward in turns]
-    total = sum(limits.discount**turn * reward for turn, reward in enumerate(turns))
-    return replace(outcome, turn_rewards=turns, reward=total)
+    return replace(
+        outcome,
+        turn_rewards=turns,
+        reward=sum(limits.discount**turn * reward for turn, reward in enumerate(turns)),
+    )
 
 
 def with_stops(
@@ -334,8 +344,7 @@ class RecordingPolicy:
         prompt, asked = self._context.prompt_of(messages, tools)
         stop = [stop] if isinstance(stop, str) else stop
         completion = await self.sample(prompt, stop=stop)
-        stops = (*self.params.stop_strings, *stop)
-        return self._context.add(prompt, asked, completion, stops)
+        return self._context.add(prompt, asked, completion, (*self.params.stop_strings, *stop))
 
     def conversation(self, outcome: Outcome | Failure) -> Conversation:
         found = Conversation(

@@ -204,8 +204,9 @@ def as_rollouts(
     size, metrics = len(conversations), dict[str, float]()
     rewards, components = torch.zeros(size), dict[str, Tensor]()
     for name, places in places_of(environment, (each.row for each in conversations)).items():
-        mine = [conversations[place] for place in places]
-        judged, parts, found = _processed(mine, parts_of(environment)[name], timeout_s)
+        judged, parts, found = _processed(
+            [conversations[place] for place in places], parts_of(environment)[name], timeout_s
+        )
         rewards[places] = judged
         for key, values in parts.items():
             components.setdefault(key, torch.full((size,), math.nan))[places] = values
@@ -269,9 +270,14 @@ def _parted(
 
 
 def _require_alike(what: str, components: Iterable[Iterable[str]]) -> None:
-    names, remedy = {tuple(sorted(each)) for each in components}, "return 0.0 where one has none"
-    alike = "must return the same reward components in every conversation"
-    require(len(names) < 2, what, alike, sorted(names), remedy)
+    names = {tuple(sorted(each)) for each in components}
+    require(
+        len(names) < 2,
+        what,
+        "must return the same reward components in every conversation",
+        sorted(names),
+        "return 0.0 where one has none",
+    )
 
 
 def _cut_short(outcome: Outcome | Failure) -> bool:
@@ -329,16 +335,17 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
         size = sum(map(len, having))
         metrics[name] = sum(len(part) / size * part.metrics[name] for part in having)
     none = math.nan if by_row else 0.0
-    components = {
-        name: torch.cat([p.components.get(name, torch.full_like(p.rewards, none)) for p in parts])
-        for name in dict.fromkeys(chain.from_iterable(part.components for part in parts))
-    }
     return replace(
         first,
         conversations=conversations,
         rewards=torch.cat([part.rewards for part in parts]),
         metrics=metrics | _outcome_metrics(conversations),
-        components=components,
+        components={
+            name: torch.cat(
+                [p.components.get(name, torch.full_like(p.rewards, none)) for p in parts]
+            )
+            for name in dict.fromkeys(chain.from_iterable(part.components for part in parts))
+        },
         failed=[*chain.from_iterable(part.failed for part in parts)],
     )
 
@@ -381,9 +388,13 @@ def turn_returns(
         assert isinstance(each.outcome, Outcome)
         given = each.outcome.turn_rewards if len(each.turns) > 1 else ()
         same = math.isclose(total, each.outcome.reward, rel_tol=1e-6, abs_tol=1e-6)
-        fits = "is not for rewards of several turns that global_post_process_and_metrics changes"
-        remedy = "use conversation, or leave them as they are"
-        require(same or not len(given), "advantage.level", fits, "turn", remedy)
+        require(
+            same or not len(given),
+            "advantage.level",
+            "is not for rewards of several turns that global_post_process_and_metrics changes",
+            "turn",
+            "use conversation, or leave them as they are",
+        )
         rewards = list(given) or [*[0.0] * (len(each.turns) - 1), total]
         own = [*accumulate(reversed(rewards), lambda after, reward: reward + discount * after)]
         returns += reversed(own)

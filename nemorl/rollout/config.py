@@ -54,18 +54,42 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         at_least(1, rollout__max_turns=self.max_turns)
-        alone = not (self.agent and self.environment)
-        must = "must be left out beside an environment"
-        require(alone, "rollout.agent", must, self.agent, "remove one of them")
-        fits = bool(self.agent) or not self.sandbox
-        require(fits, "rollout.sandbox", "is for rollout.agent", True, "name a command")
+        require(
+            not (self.agent and self.environment),
+            "rollout.agent",
+            "must be left out beside an environment",
+            self.agent,
+            "remove one of them",
+        )
+        require(
+            bool(self.agent) or not self.sandbox,
+            "rollout.sandbox",
+            "is for rollout.agent",
+            True,
+            "name a command",
+        )
         at_least(0, rollout__workers=self.workers)
-        fits, must = bool(self.workers) or not self.worker, "is for rollout.workers"
-        require(fits, "rollout.worker", must, self.worker, "say how many")
-        fits, remedy = self.timeout_s > 0, "60 is usual"
-        require(fits, "rollout.timeout_s", "must be positive", self.timeout_s, remedy)
-        fits, remedy = 0 <= self.discount <= 1, "1 turns it off"
-        require(fits, "rollout.discount", "must be from 0 to 1", self.discount, remedy)
+        require(
+            bool(self.workers) or not self.worker,
+            "rollout.worker",
+            "is for rollout.workers",
+            self.worker,
+            "say how many",
+        )
+        require(
+            self.timeout_s > 0,
+            "rollout.timeout_s",
+            "must be positive",
+            self.timeout_s,
+            "60 is usual",
+        )
+        require(
+            0 <= self.discount <= 1,
+            "rollout.discount",
+            "must be from 0 to 1",
+            self.discount,
+            "1 turns it off",
+        )
 
     def limits(self, max_tokens: int | None = None) -> Limits:
         return Limits(
@@ -174,16 +198,28 @@ class GenerationConfig:
         )
         only = "pipeline_parallel_size above 1" if self.pipeline_parallel_size > 1 else ""
         if self.adapter_rank:
-            fits, most = self.adapter_rank <= VLLM_RANKS[-1], f"must be at most {VLLM_RANKS[-1]}"
-            remedy = "merge larger adapters (0)"
-            require(fits, "generation.adapter_rank", most, self.adapter_rank, remedy)
-            must = "must be at most 1 with generation.adapter_rank: the base is sent once"
-            level = self.sleep_level
-            require(level != 2, "generation.sleep_level", must, level, "remove it")
+            require(
+                self.adapter_rank <= VLLM_RANKS[-1],
+                "generation.adapter_rank",
+                f"must be at most {VLLM_RANKS[-1]}",
+                self.adapter_rank,
+                "merge larger adapters (0)",
+            )
+            require(
+                self.sleep_level != 2,
+                "generation.sleep_level",
+                "must be at most 1 with generation.adapter_rank: the base is sent once",
+                self.sleep_level,
+                "remove it",
+            )
             only = "adapter_rank"
-        fits = not only or self.weight_transport in ("auto", "object_store")
-        must = f"must be object_store with generation.{only}"
-        require(fits, "generation.weight_transport", must, self.weight_transport, "remove it")
+        require(
+            not only or self.weight_transport in ("auto", "object_store"),
+            "generation.weight_transport",
+            f"must be object_store with generation.{only}",
+            self.weight_transport,
+            "remove it",
+        )
         if self.traits.embedded:
             names = [item.name for item in fields(self)]
             refuse_unused(

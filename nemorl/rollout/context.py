@@ -123,8 +123,13 @@ class Context:
         if asked.messages == list(self.messages) and asked.tools == list(self.tools):
             return tuple(self.prompt)
         remedy = "give Prompts the tokenizer, or use sample"
-        there = self.tokenizer is not None
-        require(there, "chat", "needs the prompts' tokenizer", self.tokenizer, remedy)
+        require(
+            self.tokenizer is not None,
+            "chat",
+            "needs the prompts' tokenizer",
+            self.tokenizer,
+            remedy,
+        )
         answer = asked.after
         if answer is None:
             options: dict[str, Any] = {"tools": asked.tools} if asked.tools else {}
@@ -133,8 +138,9 @@ class Context:
             return tuple(tokenize_prompt(self.tokenizer, asked.messages, **options))
         text, rest = self._text(asked), None
         while answer:
-            before = self._text(answer.asked)
-            rest = following(text, before, answer.said, answer.end, plain=self.plain)
+            rest = following(
+                text, self._text(answer.asked), answer.said, answer.end, plain=self.plain
+            )
             if rest is not None:
                 break
             answer = answer.asked.after
@@ -185,16 +191,18 @@ class Context:
             sampled = dict(message)
         if stop := first_stop(stop_strings, said):
             message = {**message, "stop_string": stop}
-        answer = Spoken(
-            asked=asked,
-            log=[*asked.log, _json(message)],
-            message=message,
-            sampled=sampled,
-            tokens=(*prompt, *completion.token_ids),
-            said=said,
-            end=end,
+        self._answers.insert(
+            0,
+            Spoken(
+                asked=asked,
+                log=[*asked.log, _json(message)],
+                message=message,
+                sampled=sampled,
+                tokens=(*prompt, *completion.token_ids),
+                said=said,
+                end=end,
+            ),
         )
-        self._answers.insert(0, answer)
         del self._answers[self.most :]
         return message
 
@@ -210,8 +218,9 @@ class Context:
         return said.removeprefix(before), self._decoded(ids[-1:]) if ended else ""
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return self.tokenizer.decode(list(ids), **options)
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def _text(self, asked: Asked) -> str:
         if asked.text is None and self.plain:
@@ -383,8 +392,7 @@ def _call_of(found: Any, text: str) -> Call:
             return _error(text, f"its arguments are not JSON ({error})")
     if not isinstance(arguments, Mapping):
         return _error(text, "its arguments must be an object")
-    function = {"name": found["name"], "arguments": dict(arguments)}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": {"name": found["name"], "arguments": dict(arguments)}}
 
 
 def _error(text: str, reason: str) -> Call:

@@ -221,8 +221,11 @@ class Driver:
 def _calls(judge: Any) -> BatchCalls | None:
     if judge is None:
         return None
-    step, alone = f"{named(judge)}: step", getattr(judge, "each_alone", False)
-    return BatchCalls(partial(judged, judge), step, each_alone=alone)
+    return BatchCalls(
+        partial(judged, judge),
+        f"{named(judge)}: step",
+        each_alone=getattr(judge, "each_alone", False),
+    )
 
 
 def _found(item: _Ended | Callable[[], None]) -> tuple[Groups, list[Conversation]] | None:

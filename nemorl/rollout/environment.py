@@ -153,8 +153,7 @@ class FunctionalRewardWrapper:
         if getattr(self.fn, "reads_messages", False):
             given = [(log[:-1], log[-1:]) for log in message_log_batch]
         elif self.signature.response == "completions":
-            parts = zip(message_log_batch, metadata, texts, strict=True)
-            given = [_parted(*each) for each in parts]
+            given = [*map(_parted, message_log_batch, metadata, texts)]
         failures: list[Exception | None] = [None] * size
         if self.signature.batch:
             rewards = self._of_batch(given, texts, metadata) if size else []
@@ -287,8 +286,9 @@ class FunctionalRewardWrapper:
     ) -> list[float]:
         prompts, responses = map(list, zip(*pairs, strict=True))
         names = dict.fromkeys(chain.from_iterable(rows))
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        given = self.signature.arguments(prompts, responses, columns)
+        given = self.signature.arguments(
+            prompts, responses, {name: [row.get(name) for row in rows] for name in names}
+        )
         first = f"a batch of {len(texts)} responses, of which the first is for {_shown(*texts[0])}"
         with self._named(first):
             result = self.fn(**given)
@@ -347,8 +347,7 @@ def _require_columns(signature: Signature, rows: Sequence[Metadata]) -> None:
 
 def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
     """Return rows after an environment's `check(rows)`; a stream's are checked as they come."""
-    check = getattr(environment, "check", None)
-    if check is not None:
+    if check := getattr(environment, "check", None):
         check(first_of(rows))
         if isinstance(rows, StreamedRows):
             return rows.mapped(lambda row: (check([row]), row)[1])

@@ -67,8 +67,13 @@ class ByRow:
         named = [row for row in rows if row.get(COLUMN) is not None]
         used = {*for_rows(named or rows[:1], self.of)}
         unused = [name for name in self.environments if name not in used]
-        must = f"must have names that rows choose, which name {', '.join(sorted(used))}"
-        require(not unused, "reward or rollout.environment", must, unused[:1], "remove it")
+        require(
+            not unused,
+            "reward or rollout.environment",
+            f"must have names that rows choose, which name {', '.join(sorted(used))}",
+            unused[:1],
+            "remove it",
+        )
 
 
 Environment = EnvironmentInterface | LeadsConversations | Episode | ByRow
@@ -120,8 +125,13 @@ def check_environment(environment: Any) -> None:
     """Raise ValueError for what leads no conversations."""
     if not isinstance(environment, EnvironmentInterface | LeadsConversations):
         written = "must be an EnvironmentInterface or an episode, async def episode(row, policy)"
-        remedy = "write async def, or wrap a reward function in FunctionalRewardWrapper"
-        require(is_async(environment), "environment", written, environment, remedy)
+        require(
+            is_async(environment),
+            "environment",
+            written,
+            environment,
+            "write async def, or wrap a reward function in FunctionalRewardWrapper",
+        )
 
 
 def named(environment: Environment) -> str:
@@ -249,17 +259,19 @@ def _of_each(result: Any, parts: Mapping[str, Any], size: int) -> list[Judgment 
     failures = getattr(result, "failures", None) or [None] * size
     components = getattr(result, "components", {})  # NeMo RL's own have none
     components = {key: listed(values) for key, values in components.items()}
-    fields = zip(
-        listed(result.rewards),
-        ends,
-        map(_observation, observations, ends),
-        metadata,
-        [stop or () for stop in stops],
-        result.answers or [None] * size,
-        [{key: values[i] for key, values in components.items()} for i in range(size)],
-        strict=True,
+    found = itertools.starmap(
+        Judgment,
+        zip(
+            listed(result.rewards),
+            ends,
+            map(_observation, observations, ends),
+            metadata,
+            [stop or () for stop in stops],
+            result.answers or [None] * size,
+            [{key: values[i] for key, values in components.items()} for i in range(size)],
+            strict=True,
+        ),
     )
-    found = itertools.starmap(Judgment, fields)
     return [each if error is None else error for each, error in zip(found, failures, strict=True)]
 
 

@@ -148,8 +148,7 @@ def paired(
         return interval(b - a), float(np.mean(np.abs(sums) >= limit))
     random, far, size = np.random.default_rng(seed), 0, max(1, 1_000_000 // len(found))
     for begin in range(0, FLIPS, size):
-        shape = (min(size, FLIPS - begin), len(found))
-        signs = 2 * random.integers(0, 2, shape, dtype=np.int8) - 1
+        signs = 2 * random.integers(0, 2, (min(size, FLIPS - begin), len(found)), dtype=np.int8) - 1
         far += int((np.abs(signs @ found) >= limit).sum())
     return interval(b - a), (1 + far) / (1 + FLIPS)
 

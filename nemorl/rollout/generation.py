@@ -87,9 +87,13 @@ class Completion:
         """Text of all tokens, special ones too. Raises: ValueError where the engine has no
         tokenizer.
         """
-        remedy = "give the engine a tokenizer, or decode token_ids"
-        there = self.tokenizer is not None
-        require(there, "raw_text", "needs the completion's tokenizer", self.tokenizer, remedy)
+        require(
+            self.tokenizer is not None,
+            "raw_text",
+            "needs the completion's tokenizer",
+            self.tokenizer,
+            "give the engine a tokenizer, or decode token_ids",
+        )
         return self.tokenizer.decode(self.token_ids, skip_special_tokens=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,8 +220,11 @@ def text_before(stop_strings: Sequence[str], text: str) -> str:
 
 def first_stop(stop_strings: Sequence[str], text: str) -> str:
     """Return the first stop string in a text, of several there the shortest; none: ""."""
-    found = [stop for stop in stop_strings if stop in text]
-    return min(found, key=lambda stop: (text.index(stop), len(stop)), default="")
+    return min(
+        (stop for stop in stop_strings if stop in text),
+        key=lambda stop: (text.index(stop), len(stop)),
+        default="",
+    )
 
 
 @runtime_checkable

@@ -155,8 +155,8 @@ def run_program(
             finally:
                 process.kill()
     seconds, code = time.monotonic() - begin, process.returncode
-    begun, stderr = err.startswith(b"\0"), err.removeprefix(b"\0").decode(errors="replace")
-    if not begun and not cut:
+    stderr = err.removeprefix(b"\0").decode(errors="replace")
+    if not err.startswith(b"\0") and not cut:
         raise RuntimeError(
             f"programs that a model wrote run only in bubblewrap, which does not work here:"
             f" {stderr.strip()[-500:]}: allow user namespaces, or {ELSEWHERE}"
@@ -213,8 +213,13 @@ def _in_sandbox(
 def agent_in_sandbox(words: Sequence[str], gate: tuple[int, int]) -> list[str]:
     """Return an agent's command in bubblewrap, with a network of `gate` (`Endpoint.gate`)."""
     here, home = Path.cwd(), Path.home().resolve()
-    must = "must not hold your home with rollout.sandbox"
-    require(here not in (home, *home.parents), "the working folder", must, here, "use another")
+    require(
+        here not in (home, *home.parents),
+        "the working folder",
+        "must not hold your home with rollout.sandbox",
+        here,
+        "use another",
+    )
     command = [shutil.which(words[0]) or words[0], *words[1:]]
     command = [str(Path(each).absolute()) if Path(each).is_file() else each for each in command]
     files = {path for path in map(Path, command) if path.is_file()}

@@ -106,8 +106,7 @@ class WrappedBackend(ScheduledBackend):
         self.limits(source.config)
         self.inner, self.name, self.precision = inner, type(inner).__name__, precision
         traits = getattr(inner, "traits", GenerationTraits())
-        shared = model is not None and traits.shares_model
-        self.model: Any = source.load() if shared else None
+        self.model: Any = source.load() if model is not None and traits.shares_model else None
         self.max_batch_size = 256
         self._waiting: list[Sample] = []
         parameters = list(inspect.signature(inner.generate).parameters.values())
@@ -214,8 +213,7 @@ class WrappedBackend(ScheduledBackend):
         require(known, generate, must, found, "a dict needs token_ids or text")
         ids, text, logprobs, reason = map(parts.get, ANSWER)
         if ids is None:
-            encode = self._tokenizer("to train on texts")
-            ids = encode(text, add_special_tokens=False)["input_ids"]
+            ids = self._tokenizer("to train on texts")(text, add_special_tokens=False)["input_ids"]
         ids = tuple(int(token) for token in ids)
         if text is None:
             decoder = self.tokenizer
@@ -223,13 +221,22 @@ class WrappedBackend(ScheduledBackend):
         if logprobs is None:
             batch = unmasked([[*prompt, *ids]], kind_of(params))
             logprobs = self._scored(batch, 0)[0][0, len(prompt) :].tolist() if ids else ()
-        must = f"must return a logprob for each of {len(ids)} tokens"
-        remedy = "return None where there is none"
-        require(len(logprobs) == len(ids), generate, must, len(logprobs), remedy)
+        require(
+            len(logprobs) == len(ids),
+            generate,
+            f"must return a logprob for each of {len(ids)} tokens",
+            len(logprobs),
+            "return None where there is none",
+        )
         if reason is None:
             reason = "length" if len(ids) >= params.max_new_tokens else "stop"
-        known, what = reason in ("stop", "length"), f"{generate}'s finish_reason"
-        require(known, what, "must be stop or length", reason, "omit it")
+        require(
+            reason in ("stop", "length"),
+            f"{generate}'s finish_reason",
+            "must be stop or length",
+            reason,
+            "omit it",
+        )
         before = text_before(params.stop_strings, text)
         stopped = before != text or (bool(ids) and ids[-1] in params.stop_token_ids)
         require(
@@ -249,9 +256,13 @@ class WrappedBackend(ScheduledBackend):
         )
 
     def _tokenizer(self, purpose: str) -> Any:
-        remedy = "give the backend one, or take and return token ids"
-        there = self.tokenizer is not None
-        require(there, self.name, f"needs a tokenizer {purpose}", self.tokenizer, remedy)
+        require(
+            self.tokenizer is not None,
+            self.name,
+            f"needs a tokenizer {purpose}",
+            self.tokenizer,
+            "give the backend one, or take and return token ids",
+        )
         return self.tokenizer
 
     def _scored(self, batch: TokenBatch, top_k: int) -> Sequence[Tensor]:

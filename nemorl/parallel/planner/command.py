@@ -49,8 +49,7 @@ class Sent:
     def slow(self, machine: int) -> float:
         """Return the bytes that leave a machine of so many devices."""
         # A group whose span does not divide a machine may lie on two.
-        span = self.stride * self.size
-        together = max(1, min(self.size, math.gcd(machine, span) // self.stride))
+        together = max(1, min(self.size, math.gcd(machine, self.stride * self.size) // self.stride))
         if together == self.size:
             return 0
         out = (self.size - together) / (self.size - 1) if self.exchanged else 1 / together
@@ -94,14 +93,13 @@ def _of_step(step: PlannedStep) -> list[Sent]:
 def _of_stage(stage: PlannedStage) -> list[Sent]:
     """Return what megatron-core sends, which reduces gradients at a step's end."""
     step, plan, model = stage.step, stage.step.plan, stage.step.model
-    count, layers = step.micro_batches, stage.num_layers
-    stream = count * step.tokens * model.hidden_size * step.dtype_size
+    layers = stage.num_layers
+    stream = step.micro_batches * step.tokens * model.hidden_size * step.dtype_size
     per_parameter = BYTES[plan.reduce_dtype] + step.dtype_size
     tensor = layers * _tensor_sends(step) + (stage.index == 0) + 3 * stage.is_last
     again = plan.recomputes == "full" or "moe" in plan.recompute_modules
     routed = stage.rows_of_experts * layers * (6 if again else 4)
-    hops = 2 * plan.vpp - (stage.index == 0) - stage.is_last
-    handed = hops * stream // step.token_split()
+    handed = (2 * plan.vpp - (stage.index == 0) - stage.is_last) * stream // step.token_split()
     if model.tied and plan.pp > 1 and (stage.index == 0 or stage.is_last):
         handed += STATE * model.vocab_size // plan.tp * model.hidden_size
     (together, alike), near = stage.shares(), plan.ep if plan.ep > 1 else plan.tp
@@ -140,8 +138,7 @@ def _context(step: PlannedStep, layers: int) -> Sent:
     """Return what attention exchanges over cp."""
     plan, (q, kv, _), how = step.plan, step.heads_width, step.plan.recomputes
     gathers = plan.cp_method == "allgather"
-    exchanged = 2 * q + 2 * (q if step.kv_heads % plan.cp else kv)
-    width = 2 * kv * plan.cp if gathers else exchanged
+    width = 2 * (kv * plan.cp if gathers else q + (q if step.kv_heads % plan.cp else kv))
     again = how == "full" or (how == "selective" and "core_attn" in step.recomputed_modules)
     array = step.micro_batches * layers * (2 + again) * step.tokens * width * step.dtype_size
     return Sent(_part(array, plan.cp), plan.tp, plan.cp, exchanged=not gathers)
@@ -232,7 +229,15 @@ HEADS: dict[str, Any] = {"teacher": "lm", "critic": "scalar"}
 def find_plans(config: PlanConfig) -> Planned:
     """Find every plan for the model, in order. Raises ValueError where none suits it."""
     model, steps, refused = read_shape(config.model.path), [], dict[str, None]()
-    _check_adapted(config, model)
+    linear = [each.module for layer in model.layers for each in layer.linear]
+    for name in config.lora.target_modules:
+        require(
+            any(f".{module}".endswith(f".{name}") for module in linear),
+            "lora.target_modules",
+            "must name linear layers",
+            name,
+            f"there are {', '.join(sorted({module.rpartition('.')[2] for module in linear}))}",
+        )
     beside = {
         name: read_shape(path, head, field=name)
         for name, head in HEADS.items()
@@ -275,19 +280,6 @@ def find_plans(config: PlanConfig) -> Planned:
     return Planned(steps[0], fitting, tuple(found[len(fitting) :]), tuple(refused))
 
 
-def _check_adapted(config: PlanConfig, model: ModelShape) -> None:
-    linear = [each.module for layer in model.layers for each in layer.linear]
-    names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-    for name in config.lora.target_modules:
-        require(
-            any(f".{module}".endswith(f".{name}") for module in linear),
-            "lora.target_modules",
-            "must name linear layers",
-            name,
-            f"there are {names}",
-        )
-
-
 def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
     """Yield the plans that the settings allow, whether they suit the model or not."""
     gpus, asked, traits = config.gpus, config.parallel, limits_of(config.trainer.backend).traits
@@ -313,9 +305,15 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
             if asked.recompute_modules and checkpointing != "selective":
                 continue
             if asked.activation_checkpointing in (None, checkpointing):
-                chosen: dict[str, Any] = {"dp_replicate": replicate, "dp_shard": shard}
-                chosen |= {"tp": tp, "pp": pp, "ep": ep, "cp": cp}
-                chosen["cp_method"] = asked.cp_method or ("ulysses" if divides else "allgather")
+                chosen: dict[str, Any] = {
+                    "dp_replicate": replicate,
+                    "dp_shard": shard,
+                    "tp": tp,
+                    "pp": pp,
+                    "ep": ep,
+                    "cp": cp,
+                    "cp_method": asked.cp_method or ("ulysses" if divides else "allgather"),
+                }
                 if checkpointing != "none":
                     chosen["activation_checkpointing"] = checkpointing
                 yield ParallelPlan(**asdict(asked) | chosen).with_precision(accelerator=True)
@@ -370,20 +368,23 @@ def print_plans(found: Planned, console: "Console | None" = None) -> None:
     active = f" ({quantity(model.active_parameters)} per token)" * bool(model.num_experts)
     beside = found.step.beside.items()
     others = "".join(f", {name} {quantity(each.num_parameters)}" for name, each in beside)
-    title = (
-        f"{config.model.path}: {quantity(model.num_parameters)} parameters{active}{trains}{others}"
-        f" on {config.gpus} GPU{'s' * (config.gpus > 1)} of {config.gpu_memory:g} GB, rows of"
-        f" {config.row_tokens} tokens"
+    console.print(
+        Text(
+            f"{config.model.path}: {quantity(model.num_parameters)} parameters{active}{trains}"
+            f"{others} on {config.gpus} GPU{'s' * (config.gpus > 1)} of {config.gpu_memory:g} GB,"
+            f" rows of {config.row_tokens} tokens",
+            style="bold",
+        )
     )
-    console.print(Text(title, style="bold"))
     lines, width = table(config, shown), console.width
-    needed = console.measure(lines, options=console.options.update(max_width=1000)).maximum
-    console.width = max(width, needed)  # a narrow terminal costs no number
+    # A narrow terminal costs no number.
+    console.width = max(
+        width, console.measure(lines, options=console.options.update(max_width=1000)).maximum
+    )
     console.print(lines)
     console.width = width
     room = _gigabytes(GB * config.gpu_memory * (1 - config.reserve))
-    machines = config.gpus > config.gpus_per_node
-    link = " slow: of these over the link between machines." * machines
+    link = " slow: of these over the link between machines." * (config.gpus > config.gpus_per_node)
     link += f" {', '.join(shown[0].apart)}: each on GPUs of its own." * bool(beside)
     console.print(
         f"GB per GPU at its fullest moment; {room} of {config.gpu_memory:g} GB may be used"
@@ -418,8 +419,9 @@ def _other_flags(config: PlanConfig) -> str:
     )
     generation = GenerationConfig()
     if config.engines:
-        replicas = config.gpus // config.generation.devices_per_replica
-        generation = replace(config.generation, num_replicas=replicas)
+        generation = replace(
+            config.generation, num_replicas=config.gpus // config.generation.devices_per_replica
+        )
     return _flags(
         trainer=trainer, optimizer=config.optimizer, lora=config.lora, generation=generation
     )
@@ -463,18 +465,20 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
     unused += ["repl"] * (limits_of(config.trainer.backend).traits.shards == "optimizer")
     degrees = {title: name for title, name in DEGREES.items() if title not in unused}
     slow = ["slow"] * (config.gpus > config.gpus_per_node)
-    apart = shown[0].apart
-    for title in (*degrees, "recompute", *parts, "total", *apart, *host, "sent", *slow):
+    for title in (*degrees, "recompute", *parts, "total", *shown[0].apart, *host, "sent", *slow):
         result.add_column(title, justify="right", no_wrap=True)
     for candidate in shown:
         plan, memory = candidate.plan, candidate.fullest
         cells: list[Any] = [getattr(plan, name) for name in degrees.values()]
         if plan.cp_method == "allgather":
             cells[-1] = f"{plan.cp}*"
-        sizes = [getattr(memory, name) for name in parts.values()] + [memory.total]
-        sizes += candidate.apart.values()
-        sizes += [candidate.host] * len(host)
-        sizes += [candidate.sent, candidate.slow][: 1 + len(slow)]
+        sizes = [
+            *(getattr(memory, name) for name in parts.values()),
+            memory.total,
+            *candidate.apart.values(),
+            *[candidate.host] * len(host),
+            *[candidate.sent, candidate.slow][: 1 + len(slow)],
+        ]
         cells += [plan.recomputes, *map(_gigabytes, sizes)]
         result.add_row(*map(str, cells))
     return result

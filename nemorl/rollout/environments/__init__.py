@@ -66,8 +66,13 @@ def make_environment(
         given = {name: value for name, value in more.items() if value}
         judge = judge if reward is not None else lambda: None
         return _led(environment, judge, given, chosen=chosen, workers=workers)
-    remedy = "give rollout.environment, too"
-    require(workers is None, "rollout.workers", "needs an environment", None, remedy)
+    require(
+        workers is None,
+        "rollout.workers",
+        "needs an environment",
+        None,
+        "give rollout.environment, too",
+    )
     several = isinstance(reward, Sequence) and not isinstance(reward, str)
     named = _numbered(cast(Sequence[Reward], reward if several else [reward]))
     alone = len(named) == 1 and not weights
@@ -93,15 +98,24 @@ def _by_name(
     require(bool(names), "reward", "must be a mapping of one name or more", reward, "name one")
     by_name = isinstance(reward, Mapping)
     for setting, values in {"reward_weights": weights, "reward_kwargs": settings}.items():
-        fits = not values or not by_name or (isinstance(values, Mapping) and {*values} <= {*names})
-        must = f"must have some of the names {', '.join(names)}, as reward has"
-        require(fits, setting, must, values, "give rewards that are to be added up as a list")
+        require(
+            not values or not by_name or (isinstance(values, Mapping) and {*values} <= {*names}),
+            setting,
+            f"must have some of the names {', '.join(names)}, as reward has",
+            values,
+            "give rewards that are to be added up as a list",
+        )
     leading = [n for n in names if of(environment, n) is not None or _leads(of(reward, n))]
     pool = workers and cache(workers)
     for name in names:
         own, led = of(reward, name), of(environment, name)
-        fits, must = not isinstance(own, Mapping), "must be a name, a function or a list of them"
-        require(fits, f"reward {name!r}", must, own, "give one of them")
+        require(
+            not isinstance(own, Mapping),
+            f"reward {name!r}",
+            "must be a name, a function or a list of them",
+            own,
+            "give one of them",
+        )
         try:
             parts[name] = make_environment(
                 own,
@@ -128,8 +142,7 @@ def check_limits(
     one = isinstance(environment, EnvironmentInterface) and not read
     what = "a reward, which judges one response" if one else named(environment)
     remedy = "remove it" + ", or give rollout.environment" * one
-    unread = set(LIMITS) - read
-    refuse_unused("rollout", rollout, f"has no effect on {what}", remedy, names=unread)
+    refuse_unused("rollout", rollout, f"has no effect on {what}", remedy, names=set(LIMITS) - read)
 
 
 def _led(
@@ -149,8 +162,13 @@ def _led(
     if whole or is_async(environment):
         leads, found = True, environment
     else:
-        must = "must be a class, a function that makes an object of it, or an episode"
-        require(callable(environment), "environment", must, environment, "give the class itself")
+        require(
+            callable(environment),
+            "environment",
+            "must be a class, a function that makes an object of it, or an episode",
+            environment,
+            "give the class itself",
+        )
         kind = kind_of(environment)
         batched = hasattr(kind, "global_post_process_and_metrics")
         must, remedy = "must be an object where it judges batches", f"give {name_of(kind)}()"
@@ -162,8 +180,13 @@ def _led(
     must = "must be left out with an environment that gives rewards itself"
     for setting in (*["reward"] * (chosen and leads), *([] if judged else given)):
         require(False, setting, must, given.get(setting, name), remedy)
-    must = "is for a class with an object for each conversation, step or tools"
-    require(workers is None, "rollout.workers", must, name, "remove it")
+    require(
+        workers is None,
+        "rollout.workers",
+        "is for a class with an object for each conversation, step or tools",
+        name,
+        "remove it",
+    )
     return found
 
 

@@ -46,8 +46,13 @@ def preferences(
 
     def margin(row: Any) -> float:
         value = row.get("margin") if given else 0.0
-        must, remedy = "must be a number, at least 0, in all rows or in none", "correct the row"
-        require(is_number(value) and value >= 0, "margin", must, value, remedy)
+        require(
+            is_number(value) and value >= 0,
+            "margin",
+            "must be a number, at least 0, in all rows or in none",
+            value,
+            "correct the row",
+        )
         return float(value)
 
     margins = for_rows(kept, margin)
@@ -64,8 +69,8 @@ def set_padding(tokenizer: Any, examples: Sequence[Example]) -> None:
     ends = {tokenizer.eos_token_id, *(example.input_ids[-1] for example in examples)}
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     free = [token for token in special if special[token] not in ends]
-    must, remedy = "must have a special token that ends no sequence", "give it a pad_token"
-    require(bool(free), "model.tokenizer", must, [*special], remedy)
+    must = "must have a special token that ends no sequence"
+    require(bool(free), "model.tokenizer", must, [*special], "give it a pad_token")
     if tokenizer.pad_token not in free:
         tokenizer.pad_token = free[0]
 

@@ -56,9 +56,13 @@ class Teachers:
             name = ""
         must, remedy = f"must be one of {', '.join(models)}", f"name one{closest(name, models)}"
         require(name in models, "the column teacher", must, name, remedy)
-        told = row.get("teacher_prompt") is not None or models[name] not in (None, LIVE)
-        must = "must be given where the student teaches itself"
-        require(told, "the column teacher_prompt", must, None, "add it, or --teacher.model")
+        require(
+            row.get("teacher_prompt") is not None or models[name] not in (None, LIVE),
+            "the column teacher_prompt",
+            "must be given where the student teaches itself",
+            None,
+            "add it, or --teacher.model",
+        )
 
     def checked(self, model: str | None) -> str | ScoreServer | None:
         """Return a teacher's folder or server; None and LIVE stand for the student. Refuse one that
@@ -82,10 +86,11 @@ class Teachers:
         pairs = zip(self.prompts(told, told=True), self.prompts(told), strict=True)
         longest = self.run.config.data.max_total_sequence_length
         longest += max([0, *(len(ids) - len(own) for ids, own in pairs)])
-        must, fits = f"must have {longest} positions, for the longest row", positions or longest
-        require(longest <= fits, field, must, positions, "shorten the rows")
-        texts = [self.run.tokenizer.decode(ids) for ids in prompts]
-        hub.require_same_tokens(field, self.run.tokenizer, read, texts)
+        must = f"must have {longest} positions, for the longest row"
+        require(longest <= (positions or longest), field, must, positions, "shorten the rows")
+        hub.require_same_tokens(
+            field, self.run.tokenizer, read, [self.run.tokenizer.decode(ids) for ids in prompts]
+        )
         if isinstance(found, ScoreServer):
             ask(found.score(prompts, top_k=self.top_k, kind=self.kind))
         return found
@@ -102,8 +107,10 @@ class Teachers:
             name = f"teacher_{name}" if name else "teacher"
             return partial(self.computed, run.backend(name, model=model, **made))
         shares, trust = not self.config.own_devices, config.model.trust_remote_code
-        own = replace(config.generation, backend=self.config.engine, colocated=shares)
-        config = replace(config, generation=own)
+        config = replace(
+            config,
+            generation=replace(config.generation, backend=self.config.engine, colocated=shares),
+        )
         engines = generation_config(config, run.launch.directory, run.launch.devices)
         source = ModelSource(model, device=config.trainer.device, trust_remote_code=trust)
         engine = self.stack.enter_context(live_engine(run.others, engines, model=source))
@@ -217,8 +224,9 @@ def make_loss(config: DistillConfig) -> LossFn:
         top["temperature"] = config.generation.temperature
         entropy |= kind.outside == "zero"
     of_policy = policy_loss.make_loss(config) if samples else None
-    found = partial(distillation_loss, policy=of_policy, top=top, coef=kind.coef)
-    return needs(entropy=entropy, targets=top is not None)(found)
+    return needs(entropy=entropy, targets=top is not None)(
+        partial(distillation_loss, policy=of_policy, top=top, coef=kind.coef)
+    )
 
 
 def distillation_loss(

@@ -83,8 +83,10 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any]) -> None:
     sampling = sampling if config.choices is None else "the likeliest choice"
     title = f"{config.model.path} on {', '.join(map(str, sources_of(config.data.validation)))}"
     lines = result["summaries"]
-    once = [{name: v for name, v in line.items() if "@" not in name} for line in lines]
-    _print_lines(once, f"{title} ({sampling}), with 95 % confidence intervals")
+    _print_lines(
+        [{name: v for name, v in line.items() if "@" not in name} for line in lines],
+        f"{title} ({sampling}), with 95 % confidence intervals",
+    )
     for kind in ("pass@", "cons@"):
         kept = [
             {name: v for name, v in line.items() if name.startswith((*PLACES, kind, "left_out@"))}
@@ -180,7 +182,7 @@ def generate(config: GenerateConfig) -> None:
     table.add_column("finish")
     previous = None
     for row in completions:
-        if previous is not None and row["prompt"] != previous:
+        if row["prompt"] != previous:
             table.add_section()
         table.add_row(
             Text("" if row["prompt"] == previous else row["prompt"]),
@@ -324,8 +326,10 @@ def check_model(config: CheckConfig) -> None:
 
     with loading(config.model, field="model"):
         path = Path(config.model)
-        folder = model_folder(str(path.parent) if path.name == "config.json" else config.model)
-        of_model = read_config(folder, trust_remote_code=config.trust_remote_code)
+        of_model = read_config(
+            model_folder(str(path.parent) if path.name == "config.json" else config.model),
+            trust_remote_code=config.trust_remote_code,
+        )
     check_supported(of_model)
     console = Console(highlight=False)
     with console.status(f"computing a tiny {of_model.model_type} in each way …"):
@@ -336,8 +340,7 @@ def check_model(config: CheckConfig) -> None:
     title = f"{of_model.model_type}: largest difference from transformers (at most {LIMIT:g})"
     table = _table("capability", "", "difference or reason", title=title)
     for name, proof in rows:
-        mark = "[green]yes[/]" if proof.holds else "[red]no[/]"
-        table.add_row(name, mark, Text(str(proof)))
+        table.add_row(name, "[green]yes[/]" if proof.holds else "[red]no[/]", Text(str(proof)))
     console.print(table)
     if not found["alone"].holds:
         raise ValueError(f"the model must be trained elsewhere: {found['alone'].reason}")
@@ -398,8 +401,9 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
             model.path,
             "add --model.path, or --model.tokenizer",
         )
-        name = model.tokenizer or model_folder(model.path)
-        tokenizer = load_tokenizer(name, trust_remote_code=model.trust_remote_code)
+        tokenizer = load_tokenizer(
+            model.tokenizer or model_folder(model.path), trust_remote_code=model.trust_remote_code
+        )
     tokenizer = with_chat_template(tokenizer, model.chat_template, model.chat_template_kwargs)
     warn_of_strings(rows, tokenizer)
     kind = kind_of(rows[0]) if config.kind == "auto" else config.kind
@@ -462,8 +466,10 @@ def shown(example: Example, tokenizer: Any, *, styled: bool) -> Text:
         end = begin + len(list(places))
         part = _decoded(tokenizer, example.input_ids, begin, end)
         part = part.replace("\x1b", "␛").replace("\n", "↵\n")
-        style = "bold green" if trained else "" if example.response_mask[begin] else "dim"
-        text.append(f"⟦{part}⟧" if trained and not styled else part, style=style)
+        text.append(
+            f"⟦{part}⟧" if trained and not styled else part,
+            style="bold green" if trained else "" if example.response_mask[begin] else "dim",
+        )
         begin = end
     return text
 
@@ -483,8 +489,9 @@ def _decoded(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> str:
     """Return the text of some tokens, which alone might lose their first space."""
 
     def decode(first: int, last: int) -> str:
-        part = list(ids[first:last])
-        return tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return tokenizer.decode(
+            list(ids[first:last]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     before, through = decode(0, begin), decode(0, end)
     return through[len(before) :] if through.startswith(before) else decode(begin, end)

@@ -208,8 +208,9 @@ def _main(argv: Sequence[str] | None) -> int:
     if command not in known:
         command = " ".join([command, *args[:1]]) if parts else command
         hint = algorithm_hint(command, known) or "."
-        problem = f"unknown command {command!r}{hint} Commands: {', '.join(parts or known)}"
-        return _fail("nemorl", problem, 2)
+        return _fail(
+            "nemorl", f"unknown command {command!r}{hint} Commands: {', '.join(parts or known)}", 2
+        )
     shown = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
@@ -268,8 +269,11 @@ def _execute(
         expected = isinstance(error, kinds) or memory_advice(error) is not None
         if os.environ.get("NEMORL_TRACEBACK") or not (expected or _of_the_users(error)):
             raise
-        code = 2 if isinstance(error, ValueError) else 1
-        return _fail(prog, _message(error, parsed=config is not None), code)
+        return _fail(
+            prog,
+            _message(error, parsed=config is not None),
+            2 if isinstance(error, ValueError) else 1,
+        )
 
 
 def _message(error: Exception, *, parsed: bool) -> str:
@@ -285,8 +289,7 @@ def _message(error: Exception, *, parsed: bool) -> str:
 
 
 def _notes(error: BaseException) -> list[str]:
-    notes = getattr(error, "__notes__", ())
-    return [note for note in notes if not note.startswith("in worker ")]
+    return [note for note in getattr(error, "__notes__", ()) if not note.startswith("in worker ")]
 
 
 def _of_the_users(error: BaseException) -> bool:

@@ -96,8 +96,7 @@ def help_of(
     usage = f"{prog} [OPTIONS]"
     parser: Any = argparse.ArgumentParser(prog, usage, about, more, formatter_class=form)
     groups, abouts, choices = {"": parser}, dict[str, str](), unions(cls)
-    switches = [(*each[:3], None) for each in extra]
-    for key, hint, text, value in [*switches, *walk(cls, tree)]:
+    for key, hint, text, value in [*[(*each[:3], None) for each in extra], *walk(cls, tree)]:
         if dataclasses.is_dataclass(hint):
             abouts |= {} if key in choices else {key: text}
             continue
@@ -123,8 +122,11 @@ def help_of(
         usual = _hint(value)
         if brief:
             lines = 2 if sum(map(len, (*names, how.get("metavar", "")))) < 31 else 1
-            first = re.split(r"(?<=\.)\s(?!GRPO)", text)[0]
-            text = textwrap.shorten(first, lines * (width - 40) - len(usual), placeholder=" …")
+            text = textwrap.shorten(
+                re.split(r"(?<=\.)\s(?!GRPO)", text)[0],
+                lines * (width - 40) - len(usual),
+                placeholder=" …",
+            )
         text = f"{text} {usual}".strip().replace("%", "%%")
         groups[section].add_argument(*names, help=text, **how)
     return parser.format_help()

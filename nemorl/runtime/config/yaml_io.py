@@ -45,8 +45,7 @@ def _section(
         nested = isinstance(value, Mapping) and value
         if comment := comments.get(name):
             text += "\n" if nested and text else ""
-            width = 98 - len(indent)
-            lines = wrap(comment, width, break_long_words=False, break_on_hyphens=False)
+            lines = wrap(comment, 98 - len(indent), break_long_words=False, break_on_hyphens=False)
             text += "".join(f"{indent}# {line}\n" for line in lines)
         text += indent + _key(key, name)
         text += ":\n" if nested else f": {_inline(value, name)}\n"
@@ -240,8 +239,7 @@ def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
         if setting in IMPORTED and isinstance(value, Mapping):
             value = value.get("name")
         words = [*map(str, value)] if isinstance(value, list | tuple) else [str(value)]
-        texts = texts_in(value)
-        named = [text for text in texts if ":" in text or setting in WHOLE]
+        named = [text for text in texts_in(value) if ":" in text or setting in WHOLE]
         if setting.endswith("trust_remote_code"):
             named, words = ["the code that comes with the model"], []
         elif isinstance(value, Mapping):

@@ -124,8 +124,8 @@ def check_names(data: DataConfig, environment: Any, rows: Sequence[Row] = ()) ->
         if rows and not data.streaming:
             environment.require_used(rows)
         return
-    must, unused = "needs a mapping as reward or rollout.environment", SETS.values()
-    refuse_unused("data", data, must, "remove it", names=[*unused])
+    must = "needs a mapping as reward or rollout.environment"
+    refuse_unused("data", data, must, "remove it", names=[*SETS.values()])
 
 
 def first_of_each(rows: Sequence[Row], count: int) -> list[Row]:
@@ -165,8 +165,8 @@ def within_limit(
         first, policy = (first_of(rows), first_of(items)), config.data.too_long
 
         def fitting(row: Any) -> list[Any]:
-            item, of = [items.build(row)], [rows.build(row)]
-            return limit_length(item, max_length=limit, policy=policy, rows=of)[0]
+            item = [items.build(row)]
+            return limit_length(item, max_length=limit, policy=policy, rows=[rows.build(row)])[0]
 
         *_, lengths = within_limit(f"first {what}", config, *first, room=room)
         keep = None if policy == "error" else fitting

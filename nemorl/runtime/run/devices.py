@@ -111,8 +111,11 @@ class Devices:
             machine=Machine(gpus=gpus, cluster=bool(environ.get("RAY_ADDRESS"))),
         )
         if found.placed and found.shares_gpus(config.generation):
-            room = num_ranks // config.generation.devices_per_replica
-            check_shares(config.generation, room, f"{num_ranks} ranks")
+            check_shares(
+                config.generation,
+                num_ranks // config.generation.devices_per_replica,
+                f"{num_ranks} ranks",
+            )
         taken = placed + (found.local_gpus if given is None else given)
         found = replace(found, machine=replace(found.machine, taken=taken))
         check_generation(config.generation, None, found.machine)
@@ -168,8 +171,7 @@ class Devices:
                     placement, nodes = cluster.placement("rank"), list[str]()
                     for node, bundle in zip(placement.nodes, placement.bundles, strict=True):
                         nodes += [node] * bundle.workers
-                    beside = engine_bundles(engines, cuda=True, nodes=nodes)
-                    RayVirtualCluster(beside).shutdown()
+                    RayVirtualCluster(engine_bundles(engines, cuda=True, nodes=nodes)).shutdown()
                 return
             bundles = {"rank": ranks} if ranks else {}
             bundles |= engine_bundles(engines, cuda=has_gpus())
@@ -411,8 +413,9 @@ def _tries(
     for plan in plans:
         for size in [trainer.micro_batch_tokens] if given else sizes:
             for chunk in chunks:
-                logits = chunk or trainer.logprob_chunk
-                chosen = replace(trainer, micro_batch_tokens=size, logprob_chunk=logits)
+                chosen = replace(
+                    trainer, micro_batch_tokens=size, logprob_chunk=chunk or trainer.logprob_chunk
+                )
                 yield replace(step, plan=plan, work=replace(step.work, trainer=chosen))
 
 
@@ -454,8 +457,9 @@ def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig | N
     engines = sections["generation"] = engines or GenerationConfig()
     for name, given in sections.items():
         usual = type(given)()
-        unused = {each: getattr(usual, each) for each in PlanConfig.unused[name]}
-        sections[name] = replace(given, **unused)
+        sections[name] = replace(
+            given, **{each: getattr(usual, each) for each in PlanConfig.unused[name]}
+        )
     return PlanConfig(
         gpus=devices.plan.num_ranks * engines.devices_per_replica,
         seq_len=engines.max_model_len or config.longest_row,

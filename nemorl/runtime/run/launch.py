@@ -75,8 +75,9 @@ def _as_given(
     names = {key: name for key, value in rows.items() if (name := named(value))}
     changed: dict[str, Any] = {"data": replace(config.data, **names)}
     if environment is not None and hasattr(config, "rollout"):
-        kept = named(environment) or _given(environment)
-        changed["rollout"] = replace(config.rollout, environment=kept)
+        changed["rollout"] = replace(
+            config.rollout, environment=named(environment) or _given(environment)
+        )
     sources = [getattr(config.data, key) if value is None else value for key, value in rows.items()]
     if config.run.display != "none" and not is_follower():
         print_known(*sources)
@@ -107,8 +108,10 @@ def model_config_of(model: nn.Module | str, *, trust_remote_code: bool = False) 
     if not isinstance(model, str):
         return model.config
     try:
-        name = (hub.base_of(Path(model)) or "") if (Path(model) / hub.CONFIG).is_file() else model
-        return hub.read_config(name, trust_remote_code=trust_remote_code)
+        return hub.read_config(
+            (hub.base_of(Path(model)) or "") if (Path(model) / hub.CONFIG).is_file() else model,
+            trust_remote_code=trust_remote_code,
+        )
     except Exception:  # transformers raises what a wrong value leads to
         return None
 
@@ -140,8 +143,9 @@ def _within_positions(config: Config, of_model: Any) -> Config:
 def _with_response_length(config: Config) -> Config:
     if config.generation.max_new_tokens is not None or not hasattr(config, "reward"):
         return config
-    half = max(1, config.data.max_total_sequence_length // 2)
-    fits = min(config.generation.longest_response, half)
+    fits = min(
+        config.generation.longest_response, max(1, config.data.max_total_sequence_length // 2)
+    )
     return replace(config, generation=replace(config.generation, max_new_tokens=fits))
 
 
@@ -154,8 +158,13 @@ def environment_of(
         ("environment_factory", environment, rollout is not None, "samples no conversations"),
         ("reward", reward, hasattr(config, "reward"), "has none"),
     ):
-        requirement = f"can't be given here, because {type(config).__name__} {why}"
-        require(used or value is None, name, requirement, value, "remove it")
+        require(
+            used or value is None,
+            name,
+            f"can't be given here, because {type(config).__name__} {why}",
+            value,
+            "remove it",
+        )
     if rollout is not None:
         environment = led_by(environment, rollout)
     if not hasattr(config, "reward"):

@@ -83,8 +83,9 @@ class Run(Generic[Config]):
         self.lengths: dict[str, Lengths] = {}
         """Of the data sets, by name: shown when the model is loaded, and in data.json."""
         self.num_rows: dict[str, int] = {}
-        questions = any(row.get("answer") is not None for row in self.validation_rows)
-        usual = self.config.generates(answers=questions)
+        usual = self.config.generates(
+            answers=any(row.get("answer") is not None for row in self.validation_rows)
+        )
         self.generates, self._num_updates = usual if generates is None else generates, num_updates
         self.live: Parts | None = None
         self.callbacks: Sequence[callbacks.Callback] = ()  # before the loop
@@ -166,8 +167,9 @@ class Run(Generic[Config]):
             require_length(optimizer.schedule, self.num_updates)
         kind: Any = {"head": head, "trains": trains, "optimizer": optimizer, "own_ranks": own_ranks}
         setup, model = other_setup(self.others, model, self.num_updates, live=self.live, **kind)
-        live = self.parts() if trains else self.live
-        return self.others.add(name, setup, model, own_ranks=own_ranks, live=live)
+        return self.others.add(
+            name, setup, model, own_ranks=own_ranks, live=self.parts() if trains else self.live
+        )
 
     def release(self, name: str) -> None:
         """Shut down a backend that does not train, before the end of the run."""
@@ -374,8 +376,9 @@ class Step:
             )
         params = params or self.run.config.generation.sampling_params()
         generation = self.run.generation
-        new = GroupStream(prompts, environment, generation, count=count, n=n, params=params)
-        stream = generation.running(new)
+        stream = generation.running(
+            GroupStream(prompts, environment, generation, count=count, n=n, params=params)
+        )
         with self.run.sampling() as generator, self.timed("generate"):
             found = stream.next(count, generator)
         most = generation.settings.max_staleness
@@ -441,8 +444,7 @@ class Step:
         ours = {id(each) for each in self._learned if isinstance(each, Metric)}
         metrics = {name: each for name, each in metrics.items() if id(each) not in ours}
         if isinstance(samples, Rollouts):
-            found = compared(samples, self.run.config)
-            self.log({**found, **by_set(samples, self.run.train_sets)})
+            self.log({**compared(samples, self.run.config), **by_set(samples, self.run.train_sets)})
             samples = _shown(samples, self.run.config.run.samples_per_step)
         for name, value in metrics.items():
             before = self._logged.get(name)

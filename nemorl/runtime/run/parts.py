@@ -311,8 +311,7 @@ def base_setup(backends: Backends, num_updates: int | None) -> BackendConfig:
     trainer, plan = config.trainer, launch.devices.plan
     if fit is not None:
         plan, chunk = fit.step.plan, fit.step.work.trainer.logprob_chunk
-        tokens = fit.micro_batch_tokens
-        trainer = replace(trainer, micro_batch_tokens=tokens, logprob_chunk=chunk)
+        trainer = replace(trainer, micro_batch_tokens=fit.micro_batch_tokens, logprob_chunk=chunk)
     return BackendConfig(
         model=replace(config.model, path=launch.folder),
         trainer=trainer,
@@ -327,8 +326,9 @@ def base_setup(backends: Backends, num_updates: int | None) -> BackendConfig:
 
 def hf_config(config: BackendConfig, given: nn.Module | None) -> Any:
     """Return the Hugging Face configuration of a backend's model, if it can be read."""
-    trust = config.model.trust_remote_code
-    return model_config_of(given or config.model.path, trust_remote_code=trust)
+    return model_config_of(
+        given or config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
 
 
 def proved(launch: Launch, config: BackendConfig, given: nn.Module | None) -> BackendConfig:
@@ -336,8 +336,10 @@ def proved(launch: Launch, config: BackendConfig, given: nn.Module | None) -> Ba
     of_model = hf_config(config, given)
     if of_model is None or not limits_of(config.trainer.backend).traits.proves:
         return config
-    proofs = known(of_model) if launch.devices.torchrun else proofs_of(of_model, launch.quiet)
-    return replace(config, proofs=proofs)
+    return replace(
+        config,
+        proofs=known(of_model) if launch.devices.torchrun else proofs_of(of_model, launch.quiet),
+    )
 
 
 def live_parts(
@@ -389,9 +391,12 @@ def live_parts(
             event("weight_transport", str(generator.transport))
             show(generator.transport, quiet=launch.quiet)
         length = min(8, config.data.max_total_sequence_length // 2)
-        prompt = [token % vocab_size for token in range(length)]
         check_agreement(
-            trainer, generator, prompt, precision=config.parallel.precision, num_tokens=length
+            trainer,
+            generator,
+            [token % vocab_size for token in range(length)],
+            precision=config.parallel.precision,
+            num_tokens=length,
         )
     return Parts(
         trainer=trainer,
@@ -460,8 +465,11 @@ def proofs_of(of_model: Any, quiet: bool) -> Proofs:
 def _waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:
     devices = launch.devices
     if devices.ranked:
-        who = "processes of torchrun" if devices.torchrun else "Ray actors"
-        return waiting_for_ranks(devices.plan, who, quiet=launch.quiet)
+        return waiting_for_ranks(
+            devices.plan,
+            "processes of torchrun" if devices.torchrun else "Ray actors",
+            quiet=launch.quiet,
+        )
     if devices.accelerated:
         return waiting(f"training on a GPU ({devices.plan.precision})", quiet=launch.quiet)
     return nullcontext()
@@ -471,10 +479,13 @@ def ranks_of(launch: Launch, name: str = "") -> Any:
     """Return a backend on ranks, not started; None in one process. name: of another model."""
     if not launch.devices.ranked:
         return None
-    make = registry.training_backend_class(launch.config.trainer.backend)
-    logs = launch.directory.path / "logs" / name
-    engines = None if name else launch.config.generation
-    return make_trainer(launch.config, make, launch.devices.plan, logs, engines)
+    return make_trainer(
+        launch.config,
+        registry.training_backend_class(launch.config.trainer.backend),
+        launch.devices.plan,
+        launch.directory.path / "logs" / name,
+        None if name else launch.config.generation,
+    )
 
 
 def _check_sampling(config: BaseConfig, *, generates: bool) -> None:
@@ -512,8 +523,9 @@ def smallest_gpu(launch: Launch) -> int | None:
 
         cluster.connect()
         try:
-            bundles = rank_bundles(config, devices.plan.num_ranks, config.generation)
-            return cluster.smallest_of_cluster(bundles)
+            return cluster.smallest_of_cluster(
+                rank_bundles(config, devices.plan.num_ranks, config.generation)
+            )
         finally:
             cluster.release()
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))

@@ -158,8 +158,7 @@ class CheckpointCallback(Callback):
         self.saved_step = trainer.state.step  # a run starts from a checkpoint or a given model
         self.whole = WholeStep(trainer.state.step, trainer.updates, RandomState.now(), {})
         # A kill may have come between the checkpoint and its ranking.
-        lines = self.directory.read_metrics()
-        here = [line for line in lines if line["step"] == self.saved_step]
+        here = [line for line in self.directory.read_metrics() if line["step"] == self.saved_step]
         self._rank(self.saved_step, final_metrics(here))
 
     def on_step_begin(self, trainer: RunView, step: int) -> None:

@@ -147,8 +147,7 @@ def _listening(handler: logging.Handler) -> Iterator[None]:
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
         details = {"category": category.__name__, "place": f"{filename}:{lineno}"}
-        text, name = str(message), "py.warnings"
-        _handle(handler, logging.WARNING, name, text, "warning", details=details)
+        _handle(handler, logging.WARNING, "py.warnings", str(message), "warning", details=details)
         show(message, category, filename, lineno, file, line)
 
     for logger, each in added:
@@ -194,8 +193,9 @@ def waiting_for_engines(
     if not config.traits.engines:
         return nullcontext()
     logs = f", whose logs are in {config.log_dir}" if config.log_dir else ""
-    what = f"starting {config.num_replicas} x {config.backend} through Ray{logs}"
-    return waiting(what, quiet=quiet)
+    return waiting(
+        f"starting {config.num_replicas} x {config.backend} through Ray{logs}", quiet=quiet
+    )
 
 
 def waiting_for_ranks(

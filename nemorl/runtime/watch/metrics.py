@@ -1,7 +1,9 @@
 """How a run's metrics are called and written, and their courses."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -206,7 +208,6 @@ def number(value: float) -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
     rounded = float(f"{value:.3g}")
-    exact = math.isclose(rounded, value, rel_tol=1e-6)
     if not 1e-3 <= abs(rounded) < 1e15:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
@@ -214,7 +215,7 @@ def number(value: float) -> str:
         return f"{value:.0f}"
     power = max(0, math.floor(math.log10(abs(rounded)) / 3))
     text = f"{rounded / 1000**power:#.3g}".rstrip(".")
-    if exact and "." in text:
+    if "." in text and math.isclose(rounded, value, rel_tol=1e-6):
         text = text.rstrip("0").rstrip(".")
     return text + ("", "k", "M", "G", "T")[power]
 
@@ -225,12 +226,8 @@ def duration(seconds: float) -> str:
     >>> [duration(x) for x in (5, 62, 3723, 180000)]
     ['0:05', '1:02', '1:02:03', '2d 2:00:00']
     """
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour}:{minute:02}:{second:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+    text = re.sub(" days?,", "d", str(timedelta(seconds=round(seconds))))
+    return re.sub("^0:0?", "", text)
 
 
 def course_of(records: Iterable[Mapping[str, Any]], metric: str) -> Course:

@@ -49,8 +49,10 @@ class Gathered:
         self.outcomes = [row for file in judged for row in read_lines(file, {"reward": is_number})]
         self.receipts = verify_run(path)
         self.status = self.record.present_status if self.record else "unknown"
-        times = [line["seconds"] for line in self.metrics if is_number(line.get("seconds"))]
-        self.seconds = sum(times)  # of its steps
+        # Of its steps.
+        self.seconds = sum(
+            line["seconds"] for line in self.metrics if is_number(line.get("seconds"))
+        )
         sizes = directory.sample_sizes()
         # Step → responses, with `pieces`: the text of each token, if known.
         self.samples = directory.read_samples({*_spread(sizes), *(sizes.keys() & {sample_step})})
@@ -74,8 +76,8 @@ def _whole(path: Path, reader: Callable[[Path], dict[str, Any]]) -> dict[str, An
 
 
 def _spread(sizes: Mapping[int, int]) -> list[int]:
-    steps, size = [*sizes], sum(sizes.values())
-    count = min(len(steps), max(2, len(steps) * SAMPLE_BYTES // max(1, size)))
+    steps = [*sizes]
+    count = min(len(steps), max(2, len(steps) * SAMPLE_BYTES // max(1, sum(sizes.values()))))
     return [steps[round(place * (len(steps) - 1) / max(1, count - 1))] for place in range(count)]
 
 
@@ -117,9 +119,11 @@ def pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
 
 
 TEXTS = ("prompt", "response", "chosen", "rejected")
-OWN = {*TEXTS, "reward", "rewards", "advantages", "logprobs", "trainer_logprobs", "worst_tokens"}
-OWN |= {"token_ids", "pieces", "columns", "finish_reason", "group", "failure", "cut_by"}
-OWN |= {"turns", "sampled", "trained"}
+OWN = {
+    *(*TEXTS, "reward", "rewards", "advantages", "logprobs", "trainer_logprobs", "worst_tokens"),
+    *("token_ids", "pieces", "columns", "finish_reason", "group", "failure", "cut_by", "turns"),
+    *("sampled", "trained"),
+}
 """Columns that have their own place on the page."""
 
 
@@ -254,8 +258,9 @@ def write_page(
     """Write the report of runs that are read. Raises NotWritten."""
     target = Path(output or runs[0].path / "report.html")
     if output is None and len(runs) > 1:
-        folder = os.path.commonpath([run.path.absolute().parent for run in runs])
-        target = Path(folder, "comparison.html")
+        target = Path(
+            os.path.commonpath([run.path.absolute().parent for run in runs]), "comparison.html"
+        )
     with writing("the report", target):
         target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, render(*runs, refresh=refresh), "the report")
@@ -312,7 +317,7 @@ def _template() -> Template:
     page.filters |= {
         "number": metrics.number,
         "duration": metrics.duration,
-        "moment": _moment,
+        "moment": lambda seconds: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds)),
         "setting": _setting,
     }
     return page.get_template("page.html")
@@ -437,8 +442,9 @@ def failures(run: Gathered) -> list[dict[str, Any]]:
         for name, value in line.items():
             kind, step = name.removeprefix("failed/"), line["step"]
             if kind != name and is_number(value):
-                none = {"error": kind, "count": 0, "first": step, "said": said.get(kind, "")}
-                row = found.setdefault(kind, none)
+                row = found.setdefault(
+                    kind, {"error": kind, "count": 0, "first": step, "said": said.get(kind, "")}
+                )
                 row |= {"count": row["count"] + value, "last": step}
     return sorted(found.values(), key=lambda row: -row["count"])
 
@@ -468,10 +474,6 @@ def _merged_log(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
         key = str(line.get("level")), str(line.get("message"))
         merged.setdefault(key, {**line, "times": 0})["times"] += 1
     return list(merged.values())
-
-
-def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def _setting(value: Any) -> str:

@@ -139,9 +139,9 @@ def is_local() -> bool:
 
 def has_gpus() -> bool:
     """Return whether this machine has GPUs, or the cluster, if it was not started here."""
-    if torch.cuda.is_available():
-        return True
-    return not _STATE["local"] and ray.cluster_resources().get("GPU", 0) > 0
+    return torch.cuda.is_available() or (
+        not _STATE["local"] and ray.cluster_resources().get("GPU", 0) > 0
+    )
 
 
 def start_guard(*others: int, group: int = 0, owner: int | None = None) -> None:
@@ -149,11 +149,10 @@ def start_guard(*others: int, group: int = 0, owner: int | None = None) -> None:
     `owner`, too: see `claim`.
     """
     _GUARDS[:] = [one for one in _GUARDS if one.poll() is None]
-    command = [sys.executable, "-I", "-S", "-c", GUARD, *map(str, (group, os.getpid(), *others))]
     none = subprocess.DEVNULL
     _GUARDS.append(
         subprocess.Popen(
-            command,
+            [sys.executable, "-I", "-S", "-c", GUARD, *map(str, (group, os.getpid(), *others))],
             start_new_session=True,
             cwd="/",
             stdin=none,
@@ -466,11 +465,11 @@ def _remove(group: PlacementGroup) -> None:
 
 
 def _in_words(bundles: Sequence[Bundle]) -> str:
-    counts = Counter[str]()
-    for bundle in bundles:
-        text = ", ".join(f"{amount:g} {name}" for name, amount in bundle.amounts.items())
-        text += f" on node {bundle.node[:8]}" if bundle.node else ""
-        counts[text] += 1
+    counts = Counter(
+        ", ".join(f"{amount:g} {name}" for name, amount in bundle.amounts.items())
+        + (f" on node {bundle.node[:8]}" if bundle.node else "")
+        for bundle in bundles
+    )
     return " + ".join(f"{count} x ({text})" for text, count in counts.items()) or "nothing"
 
 

@@ -90,8 +90,13 @@ class RayWorkers:
         try:
             self._actor = ray.remote(host()).options(**{**DEFAULTS, **options})
         except ValueError as error:
-            must = f"must be options of a Ray actor ({error})"
-            require(False, "rollout.worker", must, without_secrets(options), "see ray.remote")
+            require(
+                False,
+                "rollout.worker",
+                f"must be options of a Ray actor ({error})",
+                without_secrets(options),
+                "see ray.remote",
+            )
         self._count, self._options, self._free = count, options, list[Worker]()
         self._turns, self._connected = Turns(count), False
         self._refused: ResourcesError | None = None
@@ -213,8 +218,7 @@ def _class_of(kind: type) -> type:
             start = self._process.worker.actor.call.remote
             return await self._process.answer(partial(start, name, *args, **named))
 
-        parameters = [*own, *plain.parameters.values()]
-        vars(call)["__signature__"] = plain.replace(parameters=parameters)
+        vars(call)["__signature__"] = plain.replace(parameters=[*own, *plain.parameters.values()])
         return call
 
     def attribute(self: Any, name: str) -> Any:

@@ -181,8 +181,11 @@ class RayWorkerGroup:
         ]
         self._infos: list[WorkerInfo] = []
         try:
-            places = [worker.actor.run.remote(_place) for worker in self._workers]
-            infos = self._all(places, start_timeout_s, "its start")
+            infos = self._all(
+                [worker.actor.run.remote(_place) for worker in self._workers],
+                start_timeout_s,
+                "its start",
+            )
             order = by_node_and_gpu([(info.node, info.gpus) for info in infos])
             self._workers = [self._workers[index] for index in order]
             self._infos = [infos[index] for index in order]
@@ -191,8 +194,9 @@ class RayWorkerGroup:
             for rank, (worker, info) in enumerate(zip(self._workers, self._infos, strict=True)):
                 worker.name, worker.host, worker.pid = f"{name} {rank}", info.host, info.pid
                 worker.log = log_dir and log_dir.absolute() / f"{name}-{rank}.log"
-                variables = {**env, **self._rendezvous(rank)}
-                make = partial(_make, target, worker.name, worker.log, path, variables)
+                make = partial(
+                    _make, target, worker.name, worker.log, path, {**env, **self._rendezvous(rank)}
+                )
                 made.append(worker.actor.make.remote(cloudpickle.dumps(make), args, kwargs))
             self._all(made, start_timeout_s, "its start")
         except BaseException:
@@ -221,8 +225,11 @@ class RayWorkerGroup:
         self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> list[Any]:
         """Call a method of every worker, and return the results by rank. Raises as `gather`."""
-        calls = [self.call(rank, method, *args, **kwargs) for rank in range(len(self))]
-        return self._all(calls, timeout_s, method)
+        return self._all(
+            [self.call(rank, method, *args, **kwargs) for rank in range(len(self))],
+            timeout_s,
+            method,
+        )
 
     def gather(
         self,
@@ -275,8 +282,9 @@ class RayWorkerGroup:
         psutil.wait_procs(here, timeout=10)
 
     def _all(self, calls: list[ray.ObjectRef], timeout_s: float | None, doing: str) -> list[Any]:
-        limit_s = float("inf") if timeout_s is None else timeout_s
-        found = self.gather(dict(enumerate(calls)), limit_s, doing)
+        found = self.gather(
+            dict(enumerate(calls)), float("inf") if timeout_s is None else timeout_s, doing
+        )
         return [found[rank] for rank in range(len(calls))]
 
     def _rendezvous(self, rank: int) -> dict[str, str]:

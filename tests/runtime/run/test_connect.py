@@ -94,7 +94,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(but=["grpo-4"])
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("loss", [*LOSSES])
 def test_steps_have_the_same_bits(rank: int, loss: str, tmp_path: Path):

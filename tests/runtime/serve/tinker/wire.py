@@ -114,15 +114,16 @@ class Client:
         return str(made["model_id"])
 
     def ask(self, verb: str, model: str, *, seq_id: int | None = None, **body: Any) -> Any:
-        """Send a request to a model, and return its promise."""
-        number = next(self.counts[model]) if seq_id is None else seq_id
-        return self.ok(verb, model_id=model, seq_id=number, **body)
+        """The promise of a request to a model."""
+        return self.ok(verb, model_id=model, seq_id=self.number(model, seq_id), **body)
+
+    def number(self, of: str, given: int | None) -> int:
+        return next(self.counts[of]) if given is None else given
 
     def step(self, model: str, **adam: Any) -> Any:
         return self.result(self.ask("optim_step", model, adam_params={**ADAM, **adam}))
 
     def send(self, model: str, data: Any, loss: str, **options: Any) -> Any:
-        """Send datums to a loss, and return the promise."""
         return self.ok("forward_backward", self.work(model, data, loss, **options))
 
     def work(
@@ -135,21 +136,19 @@ class Client:
         seq_id: Any = None,
         **config: Any,
     ) -> bytes:
-        number = next(self.counts[model]) if seq_id is None else seq_id
-        settings = [{"key": k, "value": {"number": v}} for k, v in config.items()]
         return MESSAGES["ForwardBackwardRequest"](
             model_id=model,
-            seq_id=number,
+            seq_id=self.number(model, seq_id),
             data=data,
             loss_fn=loss,
             forward_only=only,
-            settings=settings,
+            settings=[{"key": k, "value": {"number": v}} for k, v in config.items()],
         ).SerializeToString()
 
     def passed(
         self, model: str, data: Any, loss: str, **options: Any
     ) -> tuple[Any, list[np.ndarray]]:
-        """A loss and the log-probabilities of each datum; an error's text in place of the loss."""
+        """A loss, or an error's text, and log-probabilities."""
         found = self.result(self.send(model, data, loss, **options))
         if not isinstance(found, bytes):
             return found["error"], []
@@ -176,13 +175,12 @@ class Client:
 
     def submit(self, sampler: str, tokens: Any, *, seq_id: int | None = None, **body: Any) -> Any:
         params = {name: body.pop(name) for name in [*body] if name in PARAMS}
-        number = next(self.counts[sampler]) if seq_id is None else seq_id
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [*tokens]}]}
-        body |= {"sampling_session_id": sampler, "seq_id": number, "prompt": prompt}
+        body |= {"sampling_session_id": sampler, "seq_id": self.number(sampler, seq_id)}
+        body["prompt"] = prompt
         return self.ok("asample", sampling_params=params, **body)
 
     def sample(self, sampler: str, tokens: Any, **body: Any) -> Any:
-        """A SampleResponse, or an error's text."""
         found = self.result(self.submit(sampler, tokens, **body))
         if isinstance(found, bytes):
             return MESSAGES["SampleResponse"].FromString(found)
@@ -193,5 +191,4 @@ PARAMS = "max_tokens", "seed", "stop", "temperature", "top_k", "top_p"
 
 
 def said(answer: Any) -> list[list[int]]:
-    """The tokens of each sequence."""
     return [np.frombuffer(each.tokens, "<i4").tolist() for each in answer.sequences]

@@ -112,6 +112,12 @@ def step_message(options: Options, model: str, seq_id: int) -> Any:
     return message(model_id=model, seq_id=seq_id, data=data, loss_fn="cross_entropy")
 
 
+def show(found: dict[str, list[float]], what: str) -> None:
+    for way, seconds in found.items():
+        times = median_ratio(found["library"], seconds)
+        print(f"  {way:<9}{1000 * median(seconds):10.1f} ms a {what}, {times:.3f} of the library's")
+
+
 def main(options: Options) -> None:
     positions = options.length + 1
     with saved_model(hidden=options.hidden, positions=positions) as (folder, size):
@@ -132,8 +138,8 @@ def main(options: Options) -> None:
             for number in range(options.rounds + 1):
                 message = step_message(options, model, 2 * number + 1)
                 body = message.SerializeToString()
-                start = time.perf_counter()
                 work = read_work(message, vocab_size=VOCABULARY, longest=positions)
+                start = time.perf_counter()
                 output = backend.forward_backward(work.batch, work.loss, token_logprobs=True)
                 backend.optim_step(settings)
                 middle = time.perf_counter()
@@ -147,9 +153,7 @@ def main(options: Options) -> None:
                 if number:
                     found["library"].append(middle - start)
                     found["service"].append(end - middle)
-            for way, seconds in found.items():
-                ratio = median_ratio(found["library"], seconds)
-                print(f"  {way:<9}{median(seconds):8.2f} s a step, {ratio:.3f} of the library")
+            show(found, "step")
             sample(options, client, session["session_id"], folder)
         backend.shutdown()
 
@@ -178,9 +182,7 @@ def sample(options: Options, client: httpx.Client, session: str, folder: Path) -
         if number:
             found["library"].append(middle - start)
             found["service"].append(end - middle)
-    for way, seconds in found.items():
-        ratio = median_ratio(found["library"], seconds)
-        print(f"  {way:<9}{1000 * median(seconds):8.1f} ms a sample of 16 tokens, {ratio:.3f}")
+    show(found, "sample of 16 tokens")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def trained(config: ServeConfig, options: Mapping[str, Any]) -> Iterator[Endpoin
     with (
         locked(Path(config.dir)),
         closing(Endpoint(**options, routes=routes(service))) as endpoint,
-        _service(config) as found,
+        _service(config, endpoint) as found,
     ):
         endpoint.run(found.start())
         ready = found
@@ -56,7 +56,7 @@ def trained(config: ServeConfig, options: Mapping[str, Any]) -> Iterator[Endpoin
 
 
 @contextmanager
-def _service(config: ServeConfig) -> Iterator[Service]:
+def _service(config: ServeConfig, endpoint: Endpoint) -> Iterator[Service]:
     stack = ExitStack()
     launch = _launch(config, stack)
     base, of_model = launch.config, launch.of_model
@@ -99,6 +99,7 @@ def _service(config: ServeConfig) -> Iterator[Service]:
             vocab_size=of_model.vocab_size,
             longest=base.data.max_total_sequence_length,
             begin=generator.sleep if in_turns else lambda: None,
+            count=lambda kind, tokens: endpoint.traffic.tokens.labels(kind).inc(tokens),
             device=asyncio.Lock() if in_turns else nullcontext(),
         )
         yield Service(

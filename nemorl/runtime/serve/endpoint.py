@@ -119,7 +119,7 @@ class Traffic:
                 case "nemorl_requests_total", {"status": status}:
                     found["answered" if status < "400" else "refused"] += each.value
                 case "nemorl_tokens_total", {"kind": kind}:
-                    found[f"{kind} tokens"] += each.value
+                    found[f"{kind} tokens"] = found.get(f"{kind} tokens", 0.0) + each.value
         return found
 
 

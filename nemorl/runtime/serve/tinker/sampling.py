@@ -170,7 +170,9 @@ class Engine:
         prompt = [token for chunk in ask.prompt.chunks for token in chunk.tokens]
         params = self._params(sampler, ask, prompt)
         answer = MESSAGES["SampleResponse"]()
+        self.trainer.count("prompt", len(prompt))
         for each in await self.generator.sample(prompt, params):
+            self.trainer.count("completion", len(each.token_ids))
             said = answer.sequences.add(
                 reason=int(each.finish_reason == "length"),
                 tokens=np.array(each.token_ids, "<i4").tobytes(),

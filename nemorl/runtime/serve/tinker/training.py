@@ -137,6 +137,8 @@ class ModelTrainer:
     longest: int
     begin: Callable[[], Any]
     """Has the engine leave the device, where they take turns."""
+    count: Callable[[str, int], Any]
+    """Counts tokens of a kind."""
     device: AbstractAsyncContextManager[Any]
     """Held by the one whose turn it is."""
     waits: bool = False
@@ -289,6 +291,7 @@ class ModelTrainer:
                 shares = batch.target_weights * logprobs.clamp(min=-1e30)
                 found.token_logprobs = shares.sum(-1)
             loss = float(work.loss(found, batch).loss)
+        self.count("trained", batch.num_tokens * backward)
         return work.answer(logprobs, loss)
 
     def _step(self, model: Model, adam: Adam) -> Json:

@@ -524,6 +524,7 @@ def test_bodies_that_can_not_be_read_are_refused(me):
     sent = me.http.post("forward_backward", content=zstandard.compress(work), headers=packed)
     assert me.result(sent.json())
     assert me.step(model)["metrics"]["grad_norm"] > 0
+    assert 'kind="trained"' in me.http.get(me.http.base_url.join("/metrics")).text
 
 
 def test_what_is_no_request_is_refused(me, you, usual):
